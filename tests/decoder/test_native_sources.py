@@ -10,7 +10,7 @@ from decoder.backends.native import compiling
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
-@pytest.mark.parametrize("instructions", ["avx512bf16", "avx2"])
+@pytest.mark.parametrize("instructions", ["avx512bf16", "avxvnni", "avx2"])
 def test_the_sources_have_no_warnings(compiler, instructions, tmp_path):
     """Without optimising, which takes a minute; `test_native_targets.py` does that."""
     if shutil.which(compiler) is None:
@@ -48,8 +48,9 @@ echo "$*" > "$2"
 @pytest.mark.parametrize(
     "triple, refuses, sets",
     [
-        ("x86_64-linux-gnu", "nothing", ("avx512bf16", "avx512", "avx2")),
-        ("x86_64-pc-linux-gnu", "-mavx512bf16", ("avx512", "avx2")),
+        ("x86_64-linux-gnu", "nothing", ("avx512bf16", "avx512", "avxvnni", "avx2")),
+        ("x86_64-pc-linux-gnu", "-mavx512bf16", ("avx512", "avxvnni", "avx2")),
+        ("x86_64-linux-gnu", "-mavxvnni", ("avx512bf16", "avx512", "avx2")),
         ("aarch64-linux-gnu", "nothing", ("neon", "generic")),
     ],
 )

@@ -47,8 +47,8 @@ def printed(*command):
 
 
 def sets_here():
-    """The fastest set of this processor, and AVX2."""
-    return sorted({native._instruction_sets(None)[0], "avx2"})
+    """Those of this processor."""
+    return native._instruction_sets(None)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def expected(tmp_path_factory):
 def test_instruction_sets_have_the_bits_that_they_promise(compiler, expected, tmp_path):
     program = built(tmp_path, compiler, sets_here())
     lines = {name: printed(program, name, 3) for name in sets_here()}
-    assert lines["avx2"] == expected
+    assert all(found == expected for name, found in lines.items() if not name.startswith("avx512"))
     for found in lines.values():
         same = [line for line in found if line.split()[0] in NAMES]
         assert len(same) >= 80 and set(same) <= set(expected)

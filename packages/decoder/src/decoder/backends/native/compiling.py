@@ -50,20 +50,21 @@ _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 
 def _x86(folder: str, *features: str) -> InstructionSet:
-    named = {"bmi1": "bmi", "avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16"}
+    named = {"bmi1": "bmi", "avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16", "avx_vnni": "avxvnni"}
     return InstructionSet(folder, tuple(f"-m{named.get(one, one)}" for one in features), frozenset(features))
 
 
 INSTRUCTION_SETS = {
     "avx512bf16": _x86("avx512", *_AVX2, *_AVX512, "avx512_vnni", "avx512_bf16"),
     "avx512": _x86("avx512", *_AVX2, *_AVX512, "avx512_vnni"),
+    "avxvnni": _x86("avxvnni", *_AVX2, "avx_vnni"),
     "avx2": _x86("avx2", *_AVX2),
     "neon": InstructionSet("neon", ("-march=armv8.2-a+dotprod",), frozenset(("asimd", "asimddp"))),
     "generic": InstructionSet("generic", (), frozenset()),
 }
 """By name, the fastest first."""
 
-OF_MACHINE = {"x86_64": ("avx512bf16", "avx512", "avx2"), "aarch64": ("neon", "generic")}
+OF_MACHINE = {"x86_64": ("avx512bf16", "avx512", "avxvnni", "avx2"), "aarch64": ("neon", "generic")}
 """The sets of a kind of machine, as `platform.machine` names it. The generic one is too slow where it must compute what
 an instruction does elsewhere: a product and a sum that are rounded once."""
 
@@ -124,13 +125,15 @@ def compiled_for_shipping(folder: Path, compiler: str | None = None) -> tuple[Pa
         return (
             f"it is for Linux on {' or '.join(OF_MACHINE)}, and {found} compiles for {triple or 'what it does not say'}"
         )
-    made, sets, faults = folder / "native.so", OF_MACHINE[machine], list[str]()
-    for first in range(len(sets)):  # an old compiler may not know the fastest ones
-        fault = fault_of_compiling(found, made, sets[first:])
-        if fault is None:
-            return made.rename(folder / shipped_name(made.read_bytes())), machine
-        faults.append(fault)
-    return f"{found} failed: {'; '.join(dict.fromkeys(faults))}"
+    made, sets = folder / "native.so", OF_MACHINE[machine]
+    fault = fault_of_compiling(found, made, sets)
+    if fault is not None:  # an old compiler may not know all of them
+        faults = {name: fault_of_compiling(found, made, [name]) for name in sets}
+        known = [name for name in sets if faults[name] is None]
+        fault = fault_of_compiling(found, made, known) if known else "; ".join(dict.fromkeys(map(str, faults.values())))
+    if fault is not None:
+        return f"{found} failed: {fault}"
+    return made.rename(folder / shipped_name(made.read_bytes())), machine
 
 
 def shipped_name(library: bytes) -> str:

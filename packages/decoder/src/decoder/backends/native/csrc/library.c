@@ -6,6 +6,16 @@
 
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+// Compilers that have its instructions may not know its name.
+static __attribute__((unused)) int has_avxvnni(void) {
+    uint32_t a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
 // SETS lists those that were compiled, the fastest first: X(avx512bf16) X(avx2), say.
 #define DECLARED(name) extern PRIVATE const InstructionSet name##_set;
 #define X DECLARED
@@ -17,6 +27,7 @@ SETS
     (FOUND_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&                          \
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&                                    \
         __builtin_cpu_supports("avx512vnni"))
+#define FOUND_avxvnni (FOUND_avx2 && has_avxvnni())
 #define FOUND_avx2 (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>

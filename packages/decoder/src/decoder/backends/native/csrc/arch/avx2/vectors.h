@@ -47,7 +47,11 @@ INLINE void transpose(vec *rows) {
 }
 
 INLINE ivec dot_words(ivec sum, uvec a, uvec b) {
+#if defined(__AVXVNNI__)
+    return (ivec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#else
     return (ivec)((uvec)sum + (uvec)_mm256_madd_epi16((__m256i)a, (__m256i)b));
+#endif
 }
 
 INLINE void code_quads(const int8_t *a, const int8_t *b, const int8_t *c, const int8_t *d, uvec *out) {
