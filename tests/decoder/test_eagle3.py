@@ -334,7 +334,7 @@ def test_speculators_reads_it_and_computes_the_same(tmp_path, window):
 @pytest.mark.parametrize(
     "family, words",
     [
-        (WINDOWED["gemma3n_text"], "hand on 4 states of each token, and EAGLE-3 heads read one"),
+        (WINDOWED["gemma3n_text"], "hand on 4 states of each token, and draft heads read one"),
         (LATENTS["longcat_flash"], "counts 4 layers and has 2"),
     ],
     ids=["several states", "two layers in one"],

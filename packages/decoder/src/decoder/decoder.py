@@ -19,7 +19,6 @@ from decoder.draft_layer import DraftLayer
 from decoder.drafters import METHODS, reads_text
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.verify_costs import VerifyCosts
-from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.engine import Engine
 from decoder.heads import MTP, Heads, HeadsLike, check_heads, load_built_in, load_heads
 from decoder.model.target import Target
@@ -108,11 +107,12 @@ class Decoder:
                     module = load_built_in(model.name_or_path) if one == MTP else load_heads(one)
                 if isinstance(module, DraftLayer):
                     module.check_fits(self.target.hidden_size, self.target.vocab_size, self.target.layers)
+                    if module.target_layers is not None:
+                        if self.target.feature_layers:
+                            raise ValueError("heads of kinds eagle3 and dflash both read layers of the model: give one")
+                        self.target.read_features(module.target_layers)
                 else:
                     module.check_fits(self.target.hidden_size, self.target.vocab_size)
-                if isinstance(module, Eagle3DraftModel):
-                    assert module.target_layers is not None  # `check_fits` has named them
-                    self.target.read_features(module.target_layers)
                 self.heads[module.kind] = module.to(self.target.device, self.target.dtype).eval()
                 module.check_finite()
                 self.target.speed_up(module)

@@ -339,8 +339,8 @@ class DraftHeads(Drafting):
     @classmethod
     def read(cls, directory: Path, config: dict, source: str) -> "DraftHeads":
         """The heads in a folder whose ``config.json`` holds ``config``; ``source`` is what errors call them."""
-        if "eagle3" in str(config.get("architectures")).lower():
-            raise ValueError(f"{directory} is an EAGLE-3 draft model: read it with decoder.load_heads")
+        if any(name in str(config.get("architectures")).lower() for name in ("eagle3", "dflash")):
+            raise ValueError(f"{directory} is a draft model of EAGLE-3 or DFlash: read it with decoder.load_heads")
         own = config.get("architecture") == ARCHITECTURE
         heads = cls._from_own(directory, config) if own else cls._from_published(directory, config)
         heads.source = source

@@ -1,4 +1,4 @@
-"""Drafters of one decoder layer that follows the text with keys and values of its own: EAGLE-3's, and built-in ones."""
+"""Drafters that follow the text with keys and values of their own: EAGLE-3's, DFlash's and built-in ones."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -25,23 +25,32 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 
 
 class DraftLayer(Drafting, ABC):
-    """One decoder layer that drafts any number of levels.
+    """Decoder layers that keep entries of the text: keys and values, of what the model had computed at each position.
 
-    The entry of position t + 1 reads the token there and what the model had computed at position t. What comes out
-    predicts the token of position t + 2. The next level reads that prediction's token and what came out.
+    The entry of position t + 1 may read the token there; the model's part of it is that of position t.
 
     Attributes:
+        base_model: the model's name, as far as a checkpoint says it.
         sliding_window: how many entries of the text its attention sees; None sees all.
+        target_layers: the layers of the model whose inputs it reads; None reads no such inputs.
         embed_tokens: embeddings of its own; None takes the model's.
+        lm_head: a language-model head of its own, for its draft vocabulary; None takes the model's.
     """
 
     kind: ClassVar[str]
     config: Any
     conditioned: ClassVar[bool] = True
+    base_model: str | None = None
     sliding_window: int | None = None
+    target_layers: tuple[int, ...] | None = None
     embed_tokens: nn.Embedding | None
+    lm_head: nn.Linear | None
     fc: nn.Linear
     """The layer that joins what an entry reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = self.lm_head = None
 
     @property
     @abstractmethod
@@ -51,7 +60,16 @@ class DraftLayer(Drafting, ABC):
     @property
     @abstractmethod
     def num_heads(self) -> int:
-        """How many levels it was trained for; it serves any number."""
+        """How many levels it was trained for; where it is conditioned, it serves any number."""
+
+    def make_own_head(self) -> nn.Linear:
+        """Give it a language-model head of its own, for its draft vocabulary."""
+        self.lm_head = nn.Linear(self.config.hidden_size, self.draft_vocab_size or self.config.vocab_size, bias=False)
+        return self.lm_head
+
+    def make_own_embeddings(self) -> None:
+        """Give it embeddings of its own."""
+        self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
     def set_draft_vocabulary(self, draft_to_target: torch.Tensor | None) -> None:
         """Draft only the tokens ``draft_to_target`` [v], or all (None). Raises ValueError unless these are ids."""
@@ -64,23 +82,28 @@ class DraftLayer(Drafting, ABC):
                 raise ValueError(f"the draft vocabulary{self._where} names a token twice")
         self.draft_to_target = draft_to_target
 
-    @abstractmethod
     def check_fits(self, hidden_size: int, vocab_size: int | None = None, layers: int | None = None) -> None:
         """Raise ValueError unless it is for a model of that hidden size, vocabulary and number of layers."""
+        which, own = f"the draft model{self._where}", self.config.vocab_size
+        if hidden_size != self.hidden_size:
+            raise ValueError(
+                f"{which} is for hidden size {self.hidden_size}, the model has {hidden_size}: give a draft model of "
+                "this model"
+            )
+        if vocab_size not in (None, own):
+            raise ValueError(f"{which} is for {own} tokens, the model has {vocab_size}: give one of this model")
+        if layers is not None and (highest := max(self.target_layers or (0,))) > layers:
+            raise ValueError(f"{which} reads layer {highest}, the model has {layers} layers: give one of this model")
 
     @property
     @abstractmethod
     def entry_shape(self) -> EntryShape:
         """Of what is kept of each entry."""
 
-    @property
-    @abstractmethod
-    def state_size(self) -> int:
-        """d, the size of its states."""
-
-    @abstractmethod
     def features_of(self, seen: PassOutput) -> torch.Tensor:
         """What it reads of each token of a pass, [n, c]."""
+        assert seen.features is not None  # the target returns them wherever layers of it are read
+        return seen.features
 
     @abstractmethod
     def combine(self, features: torch.Tensor, norm: nn.Module) -> torch.Tensor:
@@ -88,7 +111,23 @@ class DraftLayer(Drafting, ABC):
 
     @abstractmethod
     def take_in(self, state: torch.Tensor, embedding: torch.Tensor, positions: torch.Tensor, attend: Attend) -> None:
-        """Hand the keys and values of entries to ``attend``, and compute nothing else; arguments of `advance`."""
+        """Hand the keys and values of entries to ``attend``, and compute nothing else.
+
+        Arguments are those of `RepeatedLayer.advance`.
+        """
+
+
+class RepeatedLayer(DraftLayer):
+    """One decoder layer that drafts any number of levels.
+
+    What comes out of the entry of position t + 1 predicts the token of position t + 2. The next level reads that
+    prediction's token and what came out.
+    """
+
+    @property
+    @abstractmethod
+    def state_size(self) -> int:
+        """d, the size of its states."""
 
     @abstractmethod
     def advance(

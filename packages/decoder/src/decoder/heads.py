@@ -1,10 +1,12 @@
-"""Draft heads of any kind: the linear ones of the paper, EAGLE-3's draft model, and what a model has built in."""
+"""Draft heads of any kind: linear ones, draft models of EAGLE-3 and DFlash, and what a model has built in."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from decoder.dflash.checkpoint import is_dflash, read_dflash
+from decoder.dflash.draft_model import KIND as DFLASH
 from decoder.draft_heads import KINDS as LINEAR_KINDS
 from decoder.draft_heads import DraftHeads
 from decoder.draft_layer import DraftLayer
@@ -23,7 +25,7 @@ TrainedHeads = DraftHeads | Eagle3DraftModel
 """Heads that have a folder of their own."""
 HeadsLike = Heads | str | os.PathLike
 
-KINDS = (*LINEAR_KINDS, EAGLE3, MTP)
+KINDS = (*LINEAR_KINDS, EAGLE3, DFLASH, MTP)
 
 
 def kind_in(folder: str | os.PathLike) -> str | None:
@@ -36,6 +38,8 @@ def kind_in(folder: str | os.PathLike) -> str | None:
         return None
     if is_eagle3(config):
         return EAGLE3
+    if is_dflash(config):
+        return DFLASH
     kind = config.get("kind")
     return kind if kind in LINEAR_KINDS else MTP if usable_mtp(Path(folder)) else None
 
@@ -63,7 +67,8 @@ def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:
     folder = local_folder(str(source), **from_hub)
     config = read_json(folder / CONFIG)
     built_in = read_mtp if holds_mtp(folder, config) else DraftHeads.read
-    return (read_draft_model if is_eagle3(config) else built_in)(folder, config, str(source))
+    read = read_draft_model if is_eagle3(config) else read_dflash if is_dflash(config) else built_in
+    return read(folder, config, str(source))
 
 
 def load_built_in(model: str | os.PathLike, **from_hub: Any) -> MtpModule:
@@ -88,7 +93,7 @@ def load_trained(source: str | os.PathLike, **from_hub: Any) -> TrainedHeads:
     """`load_heads`, but of heads that have a folder of their own alone. Raises ValueError for others, too."""
     heads = load_heads(source, **from_hub)
     if not isinstance(heads, TrainedHeads):
-        raise ValueError(f"{source} holds a model with {heads.kind} layers of its own, and no heads that were trained")
+        raise ValueError(f"{source} holds heads of kind {heads.kind}, and none that heads-train trains")
     return heads
 
 

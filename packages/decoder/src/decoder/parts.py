@@ -21,8 +21,9 @@ from decoder.cache.window import window_slots
 from decoder.checks import check, decoded, meant, meant_beside, parse_json, shown
 from decoder.cli.continuation import stream_on
 from decoder.cli.journal import Journal, damaged, named, whole_lines
+from decoder.dflash.draft_model import DFlashDraftModel
 from decoder.draft_heads import DraftHead
-from decoder.draft_layer import DraftLayer, attend
+from decoder.draft_layer import DraftLayer, RepeatedLayer, attend
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.eagle3.checkpoint import LAYOUTS, save_draft_model

@@ -108,7 +108,7 @@ class PassOutput(NamedTuple):
         hidden: the hidden states before the final norm, [T, d].
         logits: of the token that follows each, [T, V]; without rows, of the decoder alone.
         queries: by layer, the queries [1, H, n, D] of the last n tokens; empty unless they were asked for.
-        features: the inputs of the layers that an EAGLE-3 draft model reads, joined [T, layers x d]; None if it reads
+        features: the inputs of the layers that a draft model reads, joined [T, layers x d]; None if it reads
             none.
     """
 

@@ -24,6 +24,7 @@ class Auto(CostTuned):
 
     heads_kinds: ClassVar[tuple[str, ...]] = (
         "eagle3",
+        "dflash",
         "mtp",
         "gated",
         "conditioned",

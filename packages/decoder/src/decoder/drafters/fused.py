@@ -26,7 +26,15 @@ class Fused(Medusa):
     The chain is what followed the longest suffix seen before, twice as long as that suffix.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = ("mtp", "gated", "conditioned", "chained", "independent", "medusa")
+    heads_kinds: ClassVar[tuple[str, ...]] = (
+        "dflash",
+        "mtp",
+        "gated",
+        "conditioned",
+        "chained",
+        "independent",
+        "medusa",
+    )
     needs_heads: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:

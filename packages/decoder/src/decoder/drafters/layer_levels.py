@@ -9,7 +9,7 @@ import torch
 from decoder.backends.base import PassOutput
 from decoder.backends.transfers import upload
 from decoder.cache.draft_layer import DraftLayerCache, KeptEntries
-from decoder.draft_layer import DraftLayer, attend
+from decoder.draft_layer import DraftLayer, RepeatedLayer, attend
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import Advancing, HeadLevels, State
 
@@ -59,6 +59,7 @@ class _LayerWork(NamedTuple):
         """The states and logits of each: behind its newest entry, or behind each draft."""
         levels = works[0].levels
         layer, sizes = levels.heads, [len(work.tokens) for work in works]
+        assert isinstance(layer, RepeatedLayer)
         states, tokens, positions = (torch.cat(parts) for parts in list(zip(*works, strict=True))[1:4])
 
         def attending(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -158,12 +159,3 @@ class LayerLevels(HeadLevels):
         seen = torch.cat((state.seen, torch.eye(rows, dtype=torch.bool, device=newest.device)), dim=1)
         hidden, logits = yield _LayerWork(self, state.hidden, newest, positions, seen)
         return _Branches(hidden, seen, state.depth + 1), logits
-
-
-def make_levels(context: DrafterContext, width: int, beam: int = 1) -> HeadLevels:
-    """The levels of a sequence, by the kind of heads that its drafter was given."""
-    if context.heads is None:
-        raise ValueError("there are no heads to make levels from")
-    if isinstance(context.heads, DraftLayer):
-        return LayerLevels(context, context.heads, width, beam)
-    return HeadLevels(context.target, context.heads, context.options.coupled, width, beam)

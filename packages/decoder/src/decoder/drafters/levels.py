@@ -94,6 +94,8 @@ class Levels(ABC):
     """Whether levels can be drafted behind a walk whose end only the device knows."""
     stops_early: ClassVar[bool] = False
     """Whether there may be fewer levels than were asked for."""
+    at_once: ClassVar[bool] = False
+    """Whether all levels come with one pass, which costs about the same for any number of them."""
     target: Target
 
     def follow(self, verification: PassOutput, path: Sequence[int], tokens: Sequence[int]) -> None:
@@ -213,15 +215,19 @@ class HeadLevels(Levels):
     ) -> Filling:
         parts = (yield from self._own(hidden, sampler, context)) if own_level else []
         if (heads := count - own_level) > 0:
-
-            def run(hidden: torch.Tensor) -> tuple[torch.Tensor]:
-                return (self.vocabulary.logits(torch.stack(self.heads(hidden, count=heads), 1)),)
-
-            (logits,) = yield Product((self.heads, "all", heads), run, (hidden,))
+            (logits,) = yield self._all(hidden, heads)
             scores = self.vocabulary.scores(logits[0], sampler, self.coupled, context, skip=int(own_level))
             for level in zip(*self._best(scores), strict=True):
                 parts += level
         return parts
+
+    def _all(self, state: State, count: int) -> Work:
+        """What gives the logits [1, count, v] of all levels."""
+
+        def run(hidden: torch.Tensor) -> tuple[torch.Tensor]:
+            return (self.vocabulary.logits(torch.stack(self.heads(hidden, count=count), 1)),)
+
+        return Product((self.heads, "all", count), run, (state,))
 
     def _in_turn(self, state: State, sampler: Sampler, context: DraftContext, count: int, own_level: bool) -> Filling:
         parts: list[torch.Tensor] = []

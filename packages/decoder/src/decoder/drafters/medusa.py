@@ -4,10 +4,11 @@ from typing import ClassVar
 
 from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
-from decoder.draft_layer import DraftLayer
+from decoder.draft_layer import RepeatedLayer
 from decoder.drafters.base import DeferredRead, DrafterContext
+from decoder.drafters.block_levels import make_levels
 from decoder.drafters.fixed_tree import FixedTree
-from decoder.drafters.layer_levels import LayerLevels, make_levels
+from decoder.drafters.layer_levels import LayerLevels
 from decoder.drafters.levels import LevelsWanted
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.sampling.sampler import Sampler
@@ -23,12 +24,20 @@ class Medusa(FixedTree):
     tree's first level. The first step has nothing to draft from and verifies the root alone.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = ("medusa", "independent", "chained", "conditioned", "gated", "mtp")
+    heads_kinds: ClassVar[tuple[str, ...]] = (
+        "medusa",
+        "independent",
+        "chained",
+        "conditioned",
+        "gated",
+        "mtp",
+        "dflash",
+    )
     needs_heads: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:
-        levels = context.max_new_tokens  # a layer fills any number of them
-        if not isinstance(context.heads, DraftLayer):
+        levels = context.max_new_tokens  # a layer that is repeated fills any number of them
+        if not isinstance(context.heads, RepeatedLayer):
             levels = min(levels, context.heads.num_heads)
         super().__init__(rank_paths(context.options.fixed_tree, levels))
         self.heads = make_levels(context, self.width)

@@ -6,14 +6,15 @@ layer whose input is a feature, SGLang one whose output is.
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from decoder.draft_heads import DRAFT_TO_TARGET, refuse_not_finite
+from decoder.draft_layer import DraftLayer
 from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import DRAFT_TO_TARGET_OFFSETS, Eagle3DraftModel
 from decoder.heads_files import (
@@ -27,6 +28,7 @@ from decoder.heads_files import (
     write_checkpoint,
 )
 
+LayersT = TypeVar("LayersT", bound=DraftLayer)
 LAYOUTS = ("speculators", "eagle3")
 _FIRST_LAYER = {"speculators": "layers.0.", "eagle3": "midlayer."}
 _TARGET_TO_DRAFT = "t2d"
@@ -52,14 +54,29 @@ def read_draft_model(folder: Path, config: Mapping[str, Any], source: str) -> Ea
         OSError: a file is missing.
         ValueError: it is not an EAGLE-3 checkpoint of a known layout.
     """
+
+    def made(tensors: Mapping[str, torch.Tensor]) -> Eagle3DraftModel:
+        parsed = _parse_speculators(config) if "transformer_layer_config" in config else _parse_eagle3(config)
+        return Eagle3DraftModel(_completed(parsed, tensors))
+
+    model = read_layers(folder, config, source, made)
+    model.target_architecture = (verifier_of(config).get("architectures") or [model.target_architecture])[0]
+    return model
+
+
+def read_layers(
+    folder: Path, config: Mapping[str, Any], source: str, make: Callable[[Mapping[str, torch.Tensor]], LayersT]
+) -> LayersT:
+    """The draft layers that ``make`` makes for the tensors in a folder, with these and their draft vocabulary.
+
+    Arguments and errors are those of `read_draft_model`.
+    """
     tensors = _read_weights(folder)
     try:
-        parsed = _parse_speculators(config) if "transformer_layer_config" in config else _parse_eagle3(config)
-        parsed = _completed(parsed, tensors)
         offsets, known = tensors.pop(DRAFT_TO_TARGET_OFFSETS, None), tensors.pop(_TARGET_TO_DRAFT, None)
         draft_to_target = None if offsets is None else offsets.long() + torch.arange(len(offsets))
         with torch.device("meta"):
-            model = Eagle3DraftModel(parsed)
+            model = make(tensors)
             model.source = source
             model.set_draft_vocabulary(draft_to_target)
             if "lm_head.weight" in tensors:
@@ -76,15 +93,15 @@ def read_draft_model(folder: Path, config: Mapping[str, Any], source: str) -> Ea
     ):
         raise ValueError(f"the maps of the draft vocabulary in {folder}, d2t and t2d, do not agree")
     _load(model, tensors, folder)
-    verifier = verifier_of(config)
-    model.base_model = verifier.get("name_or_path") or config.get("base_model")
-    model.target_architecture = (verifier.get("architectures") or [model.target_architecture])[0]
+    model.base_model = verifier_of(config).get("name_or_path") or config.get("base_model")
     return model
 
 
 def verifier_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a configuration of the speculators layout tells of the model that verifies; nothing in the others."""
-    return (config.get("speculators_config") or {}).get("verifier") or {}
+    found = config.get("speculators_config")
+    verifier = found.get("verifier") if isinstance(found, Mapping) else None
+    return verifier if isinstance(verifier, Mapping) else {}
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -161,14 +178,14 @@ def _parse_layer(layer: Mapping[str, Any]) -> Eagle3Config:
         target_layers=None,
         sliding_window=layer.get("sliding_window") if windowed else None,
         norm_eps=layer.get("rms_norm_eps", 1e-6),
-        rotary=_parse_rotary(layer),
+        rotary=parse_rotary(layer),
         max_positions=layer.get("max_position_embeddings", 4096),
         attention_bias=bool(layer.get("attention_bias", False)),
         mlp_bias=bool(layer.get("mlp_bias", False)),
     )
 
 
-def _parse_rotary(layer: Mapping[str, Any]) -> dict[str, Any]:
+def parse_rotary(layer: Mapping[str, Any]) -> dict[str, Any]:
     """transformers' ``rope_parameters`` from its newer or its older fields."""
     given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     found = {"rope_theta": layer.get("rope_theta", 10_000.0), "rope_type": given.get("type", "default"), **given}
@@ -187,7 +204,7 @@ def _completed(config: Eagle3Config, tensors: Mapping[str, torch.Tensor]) -> Eag
     return replace(config, target_hidden_size=size, qk_norm="layers.0.self_attn.q_norm.weight" in tensors)
 
 
-def _load(model: Eagle3DraftModel, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+def _load(model: DraftLayer, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     expected = {name: one for name, one in model.state_dict().items() if name != DRAFT_TO_TARGET}
     refuse_misfits(tensors, expected, f"the heads in {folder}")
     for name, tensor in tensors.items():

@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from decoder.backends.base import PassOutput
 from decoder.draft_heads import RMSNorm
-from decoder.draft_layer import Attend, DraftLayer, EntryShape
+from decoder.draft_layer import Attend, EntryShape, RepeatedLayer
 from decoder.eagle3.config import Eagle3Config, default_layers
 from decoder.timings import stage
 
@@ -61,7 +60,7 @@ class _Layer(nn.Module):
         self.mlp = _GatedUnit(config)
 
 
-class Eagle3DraftModel(DraftLayer):
+class Eagle3DraftModel(RepeatedLayer):
     """Drafts with one decoder layer whose keys and values follow the text (arXiv 2503.01840, section 3).
 
     What an entry reads of the model are the features of `target_layers`; of drafts it reads what came out before.
@@ -75,7 +74,6 @@ class Eagle3DraftModel(DraftLayer):
         own_head: whether it has a language-model head of its own.
 
     Attributes:
-        base_model: the target's name, as far as its checkpoint says it.
         target_architecture: the target's class in transformers.
 
     Raises:
@@ -83,7 +81,6 @@ class Eagle3DraftModel(DraftLayer):
     """
 
     kind = KIND
-    lm_head: nn.Linear | None
 
     def __init__(
         self,
@@ -94,7 +91,6 @@ class Eagle3DraftModel(DraftLayer):
         super().__init__()
         self.config = config
         self.sliding_window = config.sliding_window
-        self.base_model: str | None = None
         self.target_architecture = "LlamaForCausalLM"
         if draft_to_target is not None:
             self.set_draft_vocabulary(draft_to_target)
@@ -108,7 +104,6 @@ class Eagle3DraftModel(DraftLayer):
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.layers = nn.ModuleList([_Layer(config)])
         self.norm = RMSNorm(d, config.norm_eps)
-        self.lm_head = self.embed_tokens = None
         if own_head:
             self.make_own_head()
         # Slow to import, and needed here alone.
@@ -117,15 +112,6 @@ class Eagle3DraftModel(DraftLayer):
         # In a tuple it is no submodule: its frequencies keep their precision when the weights are cast.
         with torch.device("cpu"):
             self._rotary = (LlamaRotaryEmbedding(_rotary_config(config)),)
-
-    def make_own_head(self) -> nn.Linear:
-        """Give it a language-model head of its own, for its draft vocabulary."""
-        self.lm_head = nn.Linear(self.config.hidden_size, self.draft_vocab_size or self.config.vocab_size, bias=False)
-        return self.lm_head
-
-    def make_own_embeddings(self) -> None:
-        """Give it embeddings of its own."""
-        self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
     def _cos_sin(self, state: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._rotary[0](state, positions.reshape(1, -1))
@@ -159,23 +145,10 @@ class Eagle3DraftModel(DraftLayer):
 
         The number of layers also tells `target_layers` where the checkpoint does not.
         """
-        which = f"the draft model{self._where}"
-        if hidden_size != self.config.target_hidden_size:
-            raise ValueError(
-                f"{which} is for hidden size {self.config.target_hidden_size}, the model has {hidden_size}: give a "
-                "draft model of this model"
-            )
-        if vocab_size is not None and vocab_size != self.config.vocab_size:
-            raise ValueError(
-                f"{which} is for {self.config.vocab_size} tokens, the model has {vocab_size}: give one of this model"
-            )
         if layers is not None:
             self.target_layers = self.config.target_layers or default_layers(layers)
-            if max(self.target_layers) > layers:
-                highest = max(self.target_layers)
-                raise ValueError(
-                    f"{which} reads layer {highest}, the model has {layers} layers: give one of this model"
-                )
+        super().check_fits(hidden_size, vocab_size, layers)
+        which = f"the draft model{self._where}"
         if self.embed_tokens is None and self.config.hidden_size != hidden_size:
             raise ValueError(f"{which} has hidden size {self.config.hidden_size} and no embeddings of its own")
         if self.lm_head is None and self.config.hidden_size != hidden_size:
@@ -202,10 +175,6 @@ class Eagle3DraftModel(DraftLayer):
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
             last.weight.zero_()
         self.norm.weight.copy_(weight)
-
-    def features_of(self, seen: PassOutput) -> torch.Tensor:
-        assert seen.features is not None  # the target returns them wherever it has such a draft model
-        return seen.features
 
     def take_in(self, state: torch.Tensor, embedding: torch.Tensor, positions: torch.Tensor, attend: Attend) -> None:
         query, keys, values, _ = self.project(state, embedding, positions)
@@ -257,7 +226,7 @@ class Eagle3DraftModel(DraftLayer):
         cos, sin = self._cos_sin(state, positions)
         cos, sin = (one.view(*positions.shape, 1, config.head_dim) for one in (cos, sin))
         residual = normalised if config.norm_before_residual else state
-        return _rotated(query, cos, sin), _rotated(key, cos, sin), value, residual
+        return rotated(query, cos, sin), rotated(key, cos, sin), value, residual
 
     @stage("draft")
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,7 +293,8 @@ class Eagle3DraftModel(DraftLayer):
         return torch.cat(outputs, 1)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Queries or keys [n, heads, D], turned by the angles of their positions; halves of a head are pairs."""
     first, second = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
 

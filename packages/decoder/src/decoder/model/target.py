@@ -316,7 +316,7 @@ class Target:
             yield
 
     def read_features(self, layers: Sequence[int]) -> None:
-        """Return the inputs of these layers with every pass, for an EAGLE-3 draft model; see `PassOutput.features`.
+        """Return the inputs of these layers with every pass, for a draft model; see `PassOutput.features`.
 
         Raises:
             ValueError: the model's layers are not found, or hand on more than a hidden state of each token.
@@ -325,10 +325,10 @@ class Target:
             raise ValueError(f"{self.name} has no list of layers whose inputs could be read")
         if (count := len(self.decoder.layers)) != self.layers:
             raise ValueError(
-                f"{self.name} counts {self.layers} layers and has {count}, so EAGLE-3's cannot be told apart"
+                f"{self.name} counts {self.layers} layers and has {count}, so those that draft heads read are not known"
             )
         if (states := getattr(self.model.config, "altup_num_inputs", 1)) > 1:
-            raise ValueError(f"layers of {self.name} hand on {states} states of each token, and EAGLE-3 heads read one")
+            raise ValueError(f"layers of {self.name} hand on {states} states of each token, and draft heads read one")
         self.feature_layers = tuple(layers)
 
     def beginning_with(self, cache: FullCache, copies: Copies, count: int, dtype: torch.dtype) -> Work[None]:
@@ -429,6 +429,12 @@ class Target:
         """The input embedding [d] of a token, or those of several [n, d]; a tensor must be on the model's device."""
         ids = tokens if isinstance(tokens, torch.Tensor) else upload(tokens, self.device)
         return self.model.get_input_embeddings()(ids)
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the model's embeddings are multiplied by as they are looked up."""
+        embeddings = self.model.get_input_embeddings()
+        return getattr(embeddings, "scalar_embed_scale", getattr(embeddings, "scale", 1.0))
 
     def wait(self) -> None:
         """Wait until the device has finished all work, so that times can be measured."""

@@ -8,12 +8,13 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from decoder.backends.base import PassOutput
-from decoder.draft_layer import Attend, DraftLayer, EntryShape
+from decoder.draft_layer import Attend, EntryShape, RepeatedLayer
 from decoder.model.architectures import decoder_of
 from decoder.timings import stage
 
 KIND = "mtp"
-_ATTENTION = "tokenswift-draft-layer"
+ATTENTION = "tokenswift-draft-layer"
+"""The attention function of transformers' layers that are given ``attend``."""
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
@@ -33,10 +34,10 @@ def _attention(
     return attend(query, key, value, scaling)[None], None
 
 
-AttentionInterface.register(_ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, _attention)
 
 
-class MtpModule(DraftLayer):
+class MtpModule(RepeatedLayer):
     """Drafts with the module that DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5 were trained with (arXiv 2412.19437,
     section 2.2): ``layer(fc([norm(embedding); norm(state)]))``, normalised.
 
@@ -55,13 +56,12 @@ class MtpModule(DraftLayer):
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.config = config
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
         decoder, d = decoder_of(model), config.hidden_size
         self.fc = nn.Linear(2 * d, d, bias=False)
         self.layers = decoder.layers
         self.norm = decoder.norm
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = deepcopy(decoder.norm), deepcopy(decoder.norm)
-        self.embed_tokens = None
         # In a tuple it is no submodule: its frequencies keep their precision when the weights are cast.
         with torch.device("cpu"):
             self._rotary = (type(decoder.rotary_emb)(config=config),)

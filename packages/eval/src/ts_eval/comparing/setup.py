@@ -10,7 +10,7 @@ import torch
 
 import decoder
 from decoder.drafters import METHODS
-from decoder.parts import DraftLayer, dtype_name, eos_ids
+from decoder.parts import RepeatedLayer, dtype_name, eos_ids
 from ts_eval import defaults
 from ts_eval.comparing import checkpoints, llama_cpp
 from ts_eval.comparing.data_dir import find_data_dir
@@ -125,6 +125,9 @@ class Setup:
             return dict.fromkeys(names)
         dec = self.decoders[spec.text]
         heads = next(iter(dec.heads.values()), None)
+        levels = 0 if heads is None else heads.num_heads
+        if isinstance(heads, RepeatedLayer):
+            levels = self.options[spec.text].depth
         longest = max(len(prompt.token_ids) for prompt in self.prompts)
         made = plan.plan_method(
             spec.name,
@@ -132,7 +135,7 @@ class Setup:
             longest,
             self.max_new_tokens,
             self.options[spec.text],
-            heads=self.options[spec.text].depth if isinstance(heads, DraftLayer) else heads.num_heads if heads else 0,
+            heads=levels,
             heads_bytes=0 if heads is None else sum(weight.nbytes for weight in heads.parameters()),
             heads_cache=plan.heads_cache(heads, longest + self.max_new_tokens),
             draft_model=ModelShape.of(dec.draft_model) if dec.draft_model is not None else None,

@@ -24,12 +24,14 @@ from tqdm import tqdm
 import decoder
 from decoder.heads import Heads
 from decoder.parts import (
+    DFlashDraftModel,
     DraftLayer,
     DraftLayerCache,
     DraftVocabulary,
     FullCache,
     GenerationRequest,
     PartialCache,
+    RepeatedLayer,
     Sampler,
     Target,
     TokenTree,
@@ -198,9 +200,12 @@ class Measurement:
     def _level(self, dec: "decoder.Decoder", heads: Heads, hidden: torch.Tensor) -> Operation:
         """Time one level with what it takes: an embedding where it is conditioned, and the language-model head."""
         vocabulary = DraftVocabulary.of(dec.target, heads)
-        if isinstance(heads, DraftLayer):
+        if isinstance(heads, RepeatedLayer):
             level = self._layer_level(dec, heads, vocabulary, hidden)
+        elif isinstance(heads, DFlashDraftModel):
+            level = self._block(dec, heads, vocabulary, hidden)
         else:
+            assert isinstance(heads, decoder.DraftHeads)
             linear = heads
 
             def level() -> None:
@@ -214,12 +219,11 @@ class Measurement:
         return timed
 
     def _layer_level(
-        self, dec: "decoder.Decoder", layer: DraftLayer, vocabulary: DraftVocabulary, hidden: torch.Tensor
+        self, dec: "decoder.Decoder", layer: RepeatedLayer, vocabulary: DraftVocabulary, hidden: torch.Tensor
     ) -> Callable[[], None]:
         """A level of a draft layer behind as many entries as the prompt has tokens."""
-        weight, (kv_heads, *sizes) = layer.fc.weight, layer.entry_shape
-        text = DraftLayerCache(layer, dec.target.device)
-        text.write(*(torch.randn(len(self.prompt), kv_heads, size).to(weight) for size in sizes))
+        weight = layer.fc.weight
+        text = self._entries(dec, layer)
         state = torch.randn(1, layer.state_size).to(hidden)
         position = torch.tensor([text.entries + 1], device=weight.device)
 
@@ -230,6 +234,25 @@ class Measurement:
         def level() -> None:
             embedding = dec.target.embed(self.prompt[-1:])
             vocabulary.logits(layer.advance(state, embedding, position, attending)[1])
+
+        return level
+
+    def _entries(self, dec: "decoder.Decoder", layer: DraftLayer) -> DraftLayerCache:
+        """As many entries as the prompt has tokens."""
+        text, (kv_heads, *sizes) = DraftLayerCache(layer, dec.target.device), layer.entry_shape
+        text.write(*(torch.randn(len(self.prompt), kv_heads, size).to(layer.fc.weight) for size in sizes))
+        return text
+
+    def _block(
+        self, dec: "decoder.Decoder", model: DFlashDraftModel, vocabulary: DraftVocabulary, hidden: torch.Tensor
+    ) -> Callable[[], None]:
+        """A block behind such entries: all levels come with it."""
+        text, size = self._entries(dec, model), model.shape.block_size
+        embedding = torch.randn(size, model.hidden_size).to(hidden)
+        positions = text.entries + torch.arange(size, device=hidden.device)
+
+        def level() -> None:
+            vocabulary.logits(model.draft(embedding, positions, model.attention_behind(text))[1:])
 
         return level
 

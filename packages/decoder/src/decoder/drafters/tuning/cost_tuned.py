@@ -9,7 +9,8 @@ import torch
 from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.drafters.base import DeferredRead, Drafter, DrafterContext
-from decoder.drafters.layer_levels import LayerLevels, make_levels
+from decoder.drafters.block_levels import make_levels
+from decoder.drafters.layer_levels import LayerLevels
 from decoder.drafters.levels import HeadLevels, Level, Levels, LevelsWanted, State
 from decoder.drafters.model_levels import DraftModelLevels
 from decoder.drafters.tuning.candidate_tree import AcceptanceEstimate, CandidateTree, Kind
@@ -122,9 +123,10 @@ class CostTuned(Drafter):
         key = "levels", source and source.source, most, own_level, sequences.bit_length()
         known = self.context.tuning_state
         if key not in known:
-            # A draft model stops by itself where more do not pay.
-            first = _FIRST_OF_MODEL if source is not None and source.stops_early else 1 + own_level
-            known[key] = LevelPolicy(most, first, sequences)
+            at_once = source is not None and source.at_once
+            # A draft model stops by itself where more do not pay; where all come at once, fewer hardly cost less.
+            first = _FIRST_OF_MODEL if source is not None and source.stops_early else most if at_once else 1 + own_level
+            known[key] = LevelPolicy(most, first, sequences, at_once)
         return known[key]
 
     def _choose_source(self, sequences: int) -> None:

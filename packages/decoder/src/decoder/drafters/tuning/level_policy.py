@@ -44,12 +44,16 @@ class LevelPolicy:
     ``levels`` is how many are to be run now, and ``best`` the number that gives most by all that was seen.
     """
 
-    def __init__(self, most: int, first: int = 1, sequences: int = 1):
-        """For steps that about so many ``sequences`` take together, each telling of them; ``first`` levels at first."""
+    def __init__(self, most: int, first: int = 1, sequences: int = 1, at_once: bool = False):
+        """For steps that about so many ``sequences`` take together, each telling of them; ``first`` levels at first.
+
+        Levels that come ``at_once`` cost about the same in any number: one that was not tried yet costs at most what
+        the next greater one does; half as many as the best number and twice as many are tried, and beside none all.
+        """
         self.levels = self.best = min(first, most)
         self._tokens, self._cost, self._drafting = ([Average() for _ in range(most + 1)] for _ in range(3))
         self._rest = Average()  # of all steps
-        self._sequences, self._told = sequences, 0
+        self._sequences, self._told, self._at_once = sequences, 0, at_once
 
     @property
     def steps(self) -> int:
@@ -62,6 +66,8 @@ class LevelPolicy:
 
     def overhead(self, levels: int) -> float:
         """Seconds of a step with so many levels beyond its verification; no time for drafts where not tried yet."""
+        if self._at_once and levels:
+            levels = next((more for more in range(levels, len(self._drafting)) if self._drafting[more].seen), levels)
         return self._drafting[levels].value + self._rest.value
 
     def whole(self, cost: float, levels: int) -> float:
@@ -105,6 +111,10 @@ class LevelPolicy:
             return
         seen = [number for number, tokens in enumerate(self._tokens) if tokens.seen]
         self.levels = self.best = best = max(seen, key=self.rate)
-        others = [number for number in {best + 1, best - 1, 0} - {best} if 0 <= number < len(self._tokens)]
+        most = len(self._tokens) - 1
+        near = {best + 1, best - 1, 0}
+        if self._at_once:
+            near = {best // 2, min(2 * best + 1, most), 0} if best else {most}
+        others = [number for number in near - {best} if 0 <= number <= most]
         if (trial := self.steps % _TRIAL // _CHOOSE) < len(others):
             self.levels = others[trial]
