@@ -4,11 +4,9 @@ An engine is compared with itself alone: ours with ar, transformers' drafting wi
 its own. Where an engine samples, a chi-square test tells as well whether it draws from the model's distribution.
 """
 
-import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -25,7 +23,7 @@ from ts_eval.comparing.method_spec import MethodSpec, plain_row, row_names
 from ts_eval.comparing.on_cluster import cluster_of, generate_on
 from ts_eval.comparing.prompts import Prompt
 from ts_eval.comparing.results import GenerationLog, write_json, write_text
-from ts_eval.comparing.rounds import Rounds
+from ts_eval.comparing.rounds import Rounds, settled
 from ts_eval.comparing.setup import Setup, set_up
 from ts_eval.comparing.summary import first_divergence
 
@@ -157,7 +155,7 @@ class Exactness:
             if kept := len(log):
                 say(f"{kept} finished generations taken over from {log.path}.")
             log.begin()
-            with _frozen():
+            with settled():
                 if cluster is None:
                     Rounds(setup, log).run(say)
                 else:
@@ -253,14 +251,3 @@ def _against_plain(spec: MethodSpec, setup: Setup, log: GenerationLog) -> dict:
         "median_difference": median(differences) if differences else None,
         "earliest_difference": min(differences, default=None),
     }
-
-
-@contextmanager
-def _frozen():
-    """Collecting garbage, as is done before every text, looks at what is made in the block alone: draws are short."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
