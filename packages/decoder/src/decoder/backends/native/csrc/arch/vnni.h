@@ -11,7 +11,11 @@
 #ifndef VNNI_H
 #define VNNI_H
 
-enum { SIDES = SIDE / LANES };
+enum {
+    SIDES = SIDE / LANES,
+    HALF = WORDS / 2,
+    TOGETHER = LANES == 16 ? 4 : 1, // rows, of which sums stay in registers beside the words: there are 32, or 16
+};
 
 typedef struct {
     uvec words[WORDS]; // unsigned codes of LANES outputs, plus the centre
@@ -85,29 +89,38 @@ INLINE ivec start_of(const Layout l, const int16_t *pairs) {
     return dot_words(bias, (uvec){0} + (negative << 16 | negative), broadcast(pairs));
 }
 
-// A sum and the products of a half of a part.
-INLINE ivec plus_half(ivec sum, const Weights *w, const Input *x, const int half) {
+// Add the products of some rows. Sums of a part are exact and are rounded once: halves, and their products with a scale of
+// a byte, are below 2^24. Those of halves and rows take turns, so that none waits for its last product.
+INLINE void add_rows(const Layout l, const Weights *w, const Input *x, const int rows, vec *to) {
+    ivec first[TOGETHER], second[TOGETHER];
     UNROLL(4)
-    for (int i = half * WORDS / 2; i < (half + 1) * WORDS / 2; i++)
-        sum = dot_bytes(sum, w->words[i], broadcast(x->codes + 4 * i));
-    return sum;
-}
-
-// The exact sum of a part, rounded once: halves, and their products with a scale of a byte, are below 2^24. Two sums wait
-// less for their products than one would.
-INLINE vec whole_sum(const Layout l, const Weights *w, const Input *x) {
-    if (l.scales < 2) return less_bias(plus_half(start_of(l, x->pairs[2]), w, x, 0) + plus_half((ivec){0}, w, x, 1));
-    const vec first = less_bias(plus_half(start_of(l, x->pairs[0]), w, x, 0));
-    const vec second = less_bias(plus_half(start_of(l, x->pairs[1]), w, x, 1));
-    return fused(second, w->scales[1], first * w->scales[0]);
+    for (int r = 0; r < rows; r++) {
+        first[r] = start_of(l, x[r].pairs[l.scales == 2 ? 0 : 2]);
+        second[r] = l.scales == 2 ? start_of(l, x[r].pairs[1]) : (ivec){0};
+    }
+    UNROLL(4)
+    for (int i = 0; i < HALF; i++) {
+        UNROLL(4)
+        for (int r = 0; r < rows; r++) first[r] = dot_bytes(first[r], w->words[i], broadcast(x[r].codes + 4 * i));
+        UNROLL(4)
+        for (int r = 0; r < rows; r++)
+            second[r] = dot_bytes(second[r], w->words[HALF + i], broadcast(x[r].codes + 4 * (HALF + i)));
+    }
+    UNROLL(4)
+    for (int r = 0; r < rows; r++) {
+        const vec whole = l.scales == 2 ? fused(less_bias(second[r]), w->scales[1], less_bias(first[r]) * w->scales[0])
+                                        : less_bias(first[r] + second[r]);
+        to[r] = fused(whole, w->scale * x[r].step, to[r]);
+        if (l.minimum) to[r] = fused(w->minimum, splat(x[r].total), to[r]);
+    }
 }
 
 INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t blocks, const Input *x, const int rows,
     float *sums) {
     const int part_bytes = PART_BYTES(l.bits, l.scales, l.minima), head = HEAD_BYTES(l.minimum);
-    vec held[ROWS_HELD][SIDES];
+    vec held[SIDES][ROWS_HELD];
     for (int r = 0; r < rows; r++)
-        for (int side = 0; side < SIDES; side++) held[r][side] = (vec){0};
+        for (int side = 0; side < SIDES; side++) held[side][r] = (vec){0};
     for (int64_t block = 0; block < blocks; block++, panel += head + parts * part_bytes)
         for (int p = 0; p < parts; p++, x += rows) {
             const uint8_t *part = panel + head + p * part_bytes;
@@ -116,15 +129,13 @@ INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t 
             for (int side = 0; side < SIDES; side++) {
                 Weights w;
                 read_weights(l, panel, part, side * LANES, &w);
-                for (int r = 0; r < rows; r++) {
-                    const Input *in = x + r;
-                    vec sum = fused(whole_sum(l, &w, in), w.scale * in->step, held[r][side]);
-                    if (l.minimum) sum = fused(w.minimum, splat(in->total), sum);
-                    held[r][side] = sum;
-                }
+                int r = 0;
+                for (; r + TOGETHER <= rows; r += TOGETHER) add_rows(l, &w, x + r, TOGETHER, &held[side][r]);
+                for (; TOGETHER > 1 && r < rows; r++) add_rows(l, &w, x + r, 1, &held[side][r]);
             }
         }
-    for (int r = 0; r < rows; r++) memcpy(sums + r * SIDE, held[r], sizeof held[r]);
+    for (int r = 0; r < rows; r++)
+        for (int side = 0; side < SIDES; side++) store(sums, r * SIDE + side * LANES, 0, held[side][r], LANES);
 }
 
 #define TILE(name, number, inputs, ...)                                                                                \
