@@ -893,6 +893,19 @@ def test_a_hub_dataset_that_cannot_be_read_is_told_in_a_sentence(data, tmp_path,
     assert "owner/books (split test) cannot be read: Couldn't reach" in result.stderr
 
 
+def test_a_stretched_model_is_compared_with_itself(data, tmp_path):
+    plain = compare(data, tmp_path / "plain", "--check-lossless", methods=("ar",))
+    longer = compare(data, tmp_path / "longer", "--yarn", "2", "--check-lossless", methods=("ar", "suffix"))
+    assert plain.exit_code == longer.exit_code == 0, longer.output
+    assert load(tmp_path / "longer")["settings"]["yarn"] == 2 and "yarn" not in load(tmp_path / "plain")["settings"]
+    one, other = (load(tmp_path / name)["methods"]["ar"]["runs"][0]["perplexity"] for name in ("plain", "longer"))
+    assert load(tmp_path / "longer")["methods"]["suffix"]["identical_to_ar"] and one != other
+    again = compare(data, tmp_path / "longer", "--check-lossless", methods=("ar", "suffix"))
+    assert again.exit_code == 2 and "yarn" in again.stderr
+    refused = compare(data, tmp_path / "llama", "--yarn", "2", methods=("ar", "llama.cpp"))
+    assert refused.exit_code == 2 and "leave out its rows, or --yarn" in refused.stderr
+
+
 def test_results_say_where_they_come_from(data, tmp_path):
     # What earlier tests have freed goes back, so that memory grows by what this one takes.
     gc.collect()

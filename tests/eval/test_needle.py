@@ -187,9 +187,18 @@ def test_the_cache_of_the_flag_is_the_one_that_is_asked(data, tmp_path):
         assert other["answers"]["auto"]["identical_to_ar"]
 
 
+def test_a_stretched_model_is_the_one_that_is_asked(data, tmp_path):
+    plain, _ = asked(data, tmp_path / "plain", "--depths", "1")
+    longer, _ = asked(data, tmp_path / "longer", "--depths", "1", "--yarn", "4")
+    assert longer["settings"] == plain["settings"] | {"yarn": 4.0}
+    for one, other in zip(plain["cells"], longer["cells"], strict=True):
+        assert one["logprob"] != other["logprob"] and other["answers"]["auto"]["identical_to_ar"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--yarn", "1"], "yarn must be a number above 1, not 1.0"),
         (["hf"], "hf is not decoded here"),
         (["--depths", "0,1.5"], "--depths must be between 0 and 1, not 1.5"),
         (["--depths", "0,x"], "not a list of numbers"),

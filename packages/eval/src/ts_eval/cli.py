@@ -33,6 +33,7 @@ from ts_eval.commands.options import (
     sampling_options,
     sanitize_option,
     seed_option,
+    yarn_option,
 )
 
 say = partial(click.echo, err=True)
@@ -70,6 +71,7 @@ def main():
 )
 @device_options
 @bitwise_option
+@yarn_option
 @sampling_options
 @drafting_options
 @cache_options
@@ -325,6 +327,7 @@ def metrics(files, as_json, **arguments):
 @seed_option("Of pass phrases: phrase i (from 0) has seed + i.")
 @device_options
 @bitwise_option
+@yarn_option
 @cache_options
 @output_options(
     defaults.NEEDLE_OUTPUT,

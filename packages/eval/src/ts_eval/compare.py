@@ -63,7 +63,7 @@ class Experiment:
         runs: generations per method and prompt; run r (from 0) uses the seed ``seed`` + r.
         batch: how many of a row's generations are decoded together, taken run by run and prompt by prompt;
             rows that are not decoded here take them one at a time.
-        device, dtype, bitwise: as in `decoder.load`; None is "auto".
+        device, dtype, bitwise, yarn: as in `decoder.load`; of bitwise None is "auto".
         sampling: fields of `decoder.SamplingParams` over the defaults temperature 1, min-p 0.1, penalty 1.2 over 1,024.
         options: fields of `decoder.TokenSwiftOptions` for every method; a method's own come first.
         marks: numbers of new tokens at which latency and speed-up are told; None takes five equal steps.
@@ -106,6 +106,7 @@ class Experiment:
     device: str = "auto"
     dtype: str = "auto"
     bitwise: bool | None = None
+    yarn: float | None = None
     sampling: dict | None = None
     options: dict | None = None
     marks: Sequence[int] | None = None

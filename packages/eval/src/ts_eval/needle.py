@@ -5,7 +5,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 
@@ -130,6 +130,7 @@ class Needle:
     device: str = "auto"
     dtype: str = "auto"
     bitwise: bool | None = None
+    yarn: float | None = None
     options: dict | None = None
     output: str | Path = defaults.NEEDLE_OUTPUT
     data_dir: str | Path | None = None
@@ -153,6 +154,7 @@ class Needle:
         books = self.prompts or str(find_data_dir(self.data_dir) / SHIPPED)
         refuse_missing_prompts(books)
         sources.refuse_missing(specs)
+        sources = replace(sources, yarn=self.yarn)
         loaded = sources.load(self.device, self.dtype, self.bitwise)
         plain = loaded[None]
         ids = self._text_ids(books, plain.tokenizer)
@@ -168,6 +170,7 @@ class Needle:
             "prompts": books,
             "dtype": dtype_name(plain.model),
             "bitwise": plain.bitwise,
+            **({} if self.yarn is None else {"yarn": self.yarn}),
             "chat": bool(plain.tokenizer.chat_template),
             "pass_phrases": self._pass_phrases(),
         }

@@ -194,6 +194,9 @@ bitwise_option = click.option(
     default=None,
     help="The same bits for a token's logits whatever shares its pass.  [default: where a test shows that it holds]",
 )
+yarn_option = click.option(
+    "--yarn", type=float, metavar="FACTOR", help="Stretch the length that the model was trained for, with YaRN."
+)
 sampling_options = together(
     sampling_option("--temperature", "0 is greedy."),
     sampling_option("--top-k", "0 switches off."),

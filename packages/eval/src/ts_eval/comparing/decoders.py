@@ -29,13 +29,14 @@ DEFAULT_KINDS = {
 class Sources:
     """Folders, GGUF files or hub ids: the model, the draft model, and heads by row (only where used).
 
-    With ``tensor_parallel`` processes share the model.
+    With ``tensor_parallel`` processes share the model; ``yarn`` is as in `decoder.load`.
     """
 
     model: str
     draft_model: str | None
     heads: dict[str, str]
     tensor_parallel: bool = field(default=False, kw_only=True)
+    yarn: float | None = field(default=None, kw_only=True)
 
     @classmethod
     def find(
@@ -104,6 +105,7 @@ class Sources:
                 dtype=dtype,
                 bitwise=wanted,
                 tensor_parallel=self.tensor_parallel,
+                yarn=self.yarn,
             )
         if plain.tokenizer is None:
             raise ValueError(f"{self.model} has no tokenizer, which the prompts need")

@@ -172,7 +172,7 @@ def set_up(experiment: "Experiment") -> Setup:
     endpoint = Endpoint.find(experiment.endpoint, sources.model) if experiment.endpoint else None
 
     memory_before = resident_bytes()
-    sources = replace(sources, tensor_parallel=experiment.tensor_parallel)
+    sources = replace(sources, tensor_parallel=experiment.tensor_parallel, yarn=experiment.yarn)
     decoders = sources.load(_device(experiment), experiment.dtype, experiment.bitwise)
     backbone = decoders[None].model
     sanitize = experiment.sanitize_control_tokens
@@ -194,6 +194,8 @@ def set_up(experiment: "Experiment") -> Setup:
         "sampling": {name: value for name, value in asdict(params[0]).items() if name != "seed"},
         "options_for_all": asdict(decoder.TokenSwiftOptions(**for_all)),
     }
+    if experiment.yarn is not None:
+        settings["yarn"] = experiment.yarn
     if llama:
         settings["llama_cpp"] = {text: engine.version for text, engine in llama.items()}
     if (size := decoders[None].target.ranks.size) > 1:
@@ -242,6 +244,8 @@ def _rows(experiment: "Experiment") -> list[MethodSpec]:
     if experiment.endpoint is None and len(methods) < len(experiment.methods):
         raise ValueError(f"{ENDPOINT} is the row of a server: name it with --endpoint URL")
     specs = with_ar([*methods, *([ENDPOINT] if experiment.endpoint else [])])
+    if experiment.yarn is not None and any(spec.is_llama for spec in specs):
+        raise ValueError("llama.cpp runs the file as it is: leave out its rows, or --yarn")
     if experiment.processes > 1 and any(spec.name == ENDPOINT or spec.endpoint for spec in specs):
         raise ValueError("a server is timed one request at a time: leave out --processes, or --endpoint")
     return specs
