@@ -11,19 +11,24 @@ from tiny_reference import BOOKS, byte_tokenizer, save_model
 from transformers import AutoConfig, BertConfig, BertModel
 
 from decoder import DraftHeads, Eagle3DraftModel
+from decoder.dflash.checkpoint import dflash_of
 from decoder.eagle3.config import Eagle3Config
+from decoder.heads_files import MODEL_WEIGHTS, write_checkpoint
 from ts_eval.comparing import results, rounds
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """A data folder: reference-model, heads-chained, heads-gated, heads-eagle3, pg19/test.jsonl.gz."""
+    """A data folder: reference-model, heads-chained, heads-gated, heads-eagle3, heads-dflash, pg19/test.jsonl.gz."""
     folder = tmp_path_factory.mktemp("data")
     save_model(folder / "reference-model")
     DraftHeads(32).save_pretrained(folder / "heads-chained")
     DraftHeads(32, kind="gated").save_pretrained(folder / "heads-gated")
     config = AutoConfig.from_pretrained(folder / "reference-model")
     Eagle3DraftModel(Eagle3Config.for_model(config), own_head=True).save_pretrained(folder / "heads-eagle3")
+    shape = config.to_dict() | {"architectures": ["DFlashDraftModel"], "block_size": 4}
+    shape |= {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [0, 1]}}
+    write_checkpoint(folder / "heads-dflash", MODEL_WEIGHTS, dflash_of(shape).state_dict(), shape)
     (folder / "pg19").mkdir()
     with gzip.open(folder / "pg19/test.jsonl.gz", "wt", encoding="utf-8") as books:
         for title, text in BOOKS.items():

@@ -68,6 +68,7 @@ def load(output: Path) -> dict:
 def all_parts(data: Path) -> list[str]:
     """Heads for every method that takes any, and a small model for triforce."""
     heads = ["--heads", str(data / "heads-chained"), "--heads", f"eagle3={data / 'heads-eagle3'}"]
+    heads += ["--heads", f"medusa={data / 'heads-dflash'}"]
     return [*heads, "--draft-model", str(data / "reference-model")]
 
 
@@ -98,11 +99,11 @@ def test_the_report_has_every_figure_with_its_spread(measured):
     assert results["environment"]["versions"]["torch"] == torch.__version__
     assert results["settings"]["prompt_tokens"] == 40
     assert set(results["sampling"]) == {"choose_ms", "score_ms"}
-    assert [heads["kind"] for heads in results["heads"]] == ["chained", "eagle3"]
+    assert [heads["kind"] for heads in results["heads"]] == ["chained", "dflash", "eagle3"]
     assert list(results["methods"]) == decoder.methods()
     found = statistics(results)
     # Sampling and heads; bandwidths, ar, draft and widths per length; steps, tokens, five parts and their sum per row.
-    assert len(found) == 4 + len(LENGTHS) * (4 + len(WIDTHS)) + len(results["methods"]) * 9
+    assert len(found) == 5 + len(LENGTHS) * (4 + len(WIDTHS)) + len(results["methods"]) * 9
     for figure in found:
         assert len(figure["values"]) == REPEATS
         assert figure["median"] == median(figure["values"])
@@ -136,7 +137,8 @@ def test_plain_decoding_is_held_against_the_time_that_its_bytes_take(measured, d
 
 def heads_run_natively(method):
     """Whether scores of drafts are made where the heads run, in one call."""
-    return native.available() and "chained" in getattr(METHODS[method], "heads_kinds", ())
+    chained = method != "medusa" and "chained" in getattr(METHODS[method], "heads_kinds", ())  # it has DFlash's
+    return native.available() and chained
 
 
 def test_the_parts_of_a_step_add_up_to_it(measured):

@@ -147,6 +147,7 @@ def test_windows_take_no_more_however_long_the_text():
         ("suffix", None),
         ("eagle3", "heads-eagle3"),
         ("medusa", "heads-gated"),
+        ("medusa", "heads-dflash"),
         ("tokenswift", "heads-gated"),
         ("tokenswift-fused", "heads-gated"),
     ],
@@ -167,7 +168,7 @@ def test_methods_that_choose_their_trees_have_room_for_the_widest(held, method, 
     )
     assert made.nodes == WIDEST and (made.drafter > 0) == (heads is not None)
     assert seen == {"full": made.full_cache + made.tree - made.nodes**2, "draft": made.draft_cache}
-    assert (made.draft_cache > 0) == (heads == "heads-eagle3" or method == "tokenswift")
+    assert (made.draft_cache > 0) == (heads in ("heads-eagle3", "heads-dflash") or method == "tokenswift")
     assert (made.draft_reads > 0) == (heads is not None)
 
 

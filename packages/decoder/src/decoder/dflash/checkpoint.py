@@ -47,16 +47,16 @@ def read_dflash(folder: Path, config: Mapping[str, Any], source: str) -> DFlashD
         ValueError: it is not a DFlash checkpoint of a known layout.
     """
     try:
-        shape = _parse(config)
         with torch.device("meta"):
-            model = DFlashDraftModel(shape)
+            model = dflash_of(config)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         told = f"no or an unknown {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{folder / CONFIG} is not of a draft model that can be read: {told}") from error
     return read_layers(folder, config, source, lambda tensors: model)
 
 
-def _parse(config: Mapping[str, Any]) -> DFlashConfig:
+def dflash_of(config: Mapping[str, Any]) -> DFlashDraftModel:
+    """A new draft model as a ``config.json`` describes it."""
     speculators = "transformer_layer_config" in config
     given = {**config, **(config.get("dflash_config") or {})}
     for name, usual in _UNKNOWN.items():
@@ -85,7 +85,7 @@ def _parse(config: Mapping[str, Any]) -> DFlashConfig:
     causal = config.get("is_causal") if config.get("is_causal") is not None else given.get("causal")
     of_windows = not given.get("sliding_window_non_causal", False)
     ids = given["aux_hidden_state_layer_ids"] if speculators else [output + 1 for output in given["target_layer_ids"]]
-    return DFlashConfig(
+    shape = DFlashConfig(
         layers=Qwen3Config(
             **sizes,
             rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
@@ -101,3 +101,4 @@ def _parse(config: Mapping[str, Any]) -> DFlashConfig:
         logit_scale=float(given.get("output_multiplier", 1.0)),
         logit_cap=given.get("final_logit_softcapping") or None,
     )
+    return DFlashDraftModel(shape)
