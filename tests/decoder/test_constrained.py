@@ -83,7 +83,7 @@ def plain(ended, prompt):
         product(("no end token", "end tokens"), OPTIONS, DRAFTING),
         # Without a tree of their own the others have the one that is fixed.
         [("no end token", "by cost", method) for method in ("auto", "suffix", *TUNED)]
-        + [("end tokens", "fixed", method) for method in DRAFTING],
+        + [("end tokens", "fixed", method) for method in DRAFTING if method not in TUNED],
     ),
     indirect=["ended"],
     scope="module",

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, clocked, finding, random_heads
+from .conftest import VOCAB, clocked, finding, random_heads, some
 
 GREEDY = SamplingParams(temperature=0)
+PENALISED = SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.95])
@@ -137,8 +139,13 @@ def watched(monkeypatch, name, note):
     monkeypatch.setattr(Auto, name, noted)
 
 
-@pytest.mark.parametrize("method", ["auto", "suffix", "tokenswift"])
-@pytest.mark.parametrize("sampling", [SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2), GREEDY])
+@pytest.mark.parametrize(
+    ("method", "sampling"),
+    some(
+        product(("auto", "suffix", "tokenswift"), (PENALISED, GREEDY)),
+        [("auto", PENALISED), ("auto", GREEDY), ("suffix", PENALISED), ("tokenswift", GREEDY)],
+    ),
+)
 def test_no_clock_changes_the_text(model, prompt, monkeypatch, method, sampling):
     dec, options = Decoder(model, heads=random_heads(model, kind="gated")), TokenSwiftOptions(budget=24, sink=4)
     plain = dec.generate(prompt, 60, "ar", sampling).token_ids

@@ -1,5 +1,7 @@
 """Experts in the native library: transformers' numbers, and bits that do not depend on who shares an expert."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from decoder.backends.native.experts import PackedExperts, PackedRouter, are_exp
 from decoder.backends.native.packed_linear import packing
 from decoder.work import finish
 
-from .conftest import VOCAB, random_heads
+from .conftest import VOCAB, random_heads, some
 from .test_families import EXPERTS, ROUTED, tiny
 from .test_whole_model import EXPERTS as RUN_AS_A_WHOLE
 from .test_whole_model import passes
@@ -17,6 +19,7 @@ from .test_whole_model import passes
 MANY = dict(num_experts=64, num_local_experts=64, num_experts_per_tok=6, moe_intermediate_size=24)
 GROUPED = dict(ROUTED, **MANY, n_routed_experts=64, n_group=8, topk_group=3, routed_scaling_factor=2.5)
 # model type and what differs from the shape of `test_families`
+DTYPES = (torch.float32, torch.bfloat16)
 FAMILIES = {
     "mixtral": ("mixtral", dict(EXPERTS, sliding_window=None)),
     "qwen3_moe, 64": ("qwen3_moe", dict(EXPERTS, **MANY, head_dim=8, mlp_only_layers=[0])),
@@ -84,8 +87,10 @@ def test_equal_experts_are_chosen_in_order_once_they_are_packed_anew():
     assert ids.tolist() == [[10, 11, 12, 13, 14, 15]] and weights.unique().numel() == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["32", "16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    some(product(FAMILIES, DTYPES), [(name, DTYPES[number % 2]) for number, name in enumerate(FAMILIES)]),
+)
 def test_every_method_gives_the_text_of_plain_decoding(name, dtype):
     model_type, overrides = FAMILIES[name]
     model = tiny(model_type, dtype, **overrides)

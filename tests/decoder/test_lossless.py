@@ -59,7 +59,7 @@ CASES += [(method, "by cost") for method in TUNED if method != "tokenswift"]
 # Every case under one sampler; each method under another; a few under the others.
 # The rest is slow.
 FOR_ALL, FOR_MOST = "short window", "greedy, penalised"
-FEW = (("tokenswift", "paper"), ("tokenswift", "paths"), ("auto", "paths"), ("magicdec", "narrow"))
+FEW = (("tokenswift", "paper"), ("auto", "paths"))
 MOST = [(method, options) for method, options in CASES if options in ("paper", "by cost")]
 UNDER_ALL = [
     pytest.param(

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from decoder.heads_beside import heads_beside
 from decoder.sampling.sampler import Sampler
 from decoder.sequence import Sequence
 
-from .conftest import VOCAB, drafted_levels, random_heads
+from .conftest import VOCAB, drafted_levels, random_heads, some
 from .recurrent_models import made
 from .test_families import ROUTED, tiny
 from .test_using_it import byte_tokenizer
@@ -374,8 +375,14 @@ def test_a_model_with_vision_around_it_has_its_module_beside(tmp_path):
     assert torch.equal(module.fc.weight, tensors["fc"]) and module.config.model_type == "qwen3_5_text"
 
 
-@pytest.mark.parametrize("saved", ["qwen3_5_text", "deepseek_v3"], indirect=True)
-@pytest.mark.parametrize("method", ["medusa", "auto"])
+@pytest.mark.parametrize(
+    ("saved", "method"),
+    some(
+        product(("qwen3_5_text", "deepseek_v3"), ("medusa", "auto")),
+        [("qwen3_5_text", "medusa"), ("deepseek_v3", "auto")],
+    ),
+    indirect=["saved"],
+)
 def test_a_kept_beginning_is_gone_on_from(saved, dec, method):
     """The module's entries are those of a fresh text, so that it drafts as well behind what is taken over."""
     reusing, sampling = Decoder(dec.model, heads=dec.heads, prefix_cache_bytes=2**24), SAMPLED

@@ -569,9 +569,7 @@ def uncut(data, tmp_path_factory):
 @pytest.mark.parametrize(
     "method",
     [
-        method
-        if method in ("ar", "auto", "draft-model", "tokenswift", "triforce", "magicdec", "eagle3")
-        else pytest.param(method, marks=slow)
+        method if method in ("ar", "auto", "draft-model", "tokenswift", "eagle3") else pytest.param(method, marks=slow)
         for method in decoder.methods()
     ],
 )
