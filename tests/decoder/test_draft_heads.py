@@ -106,7 +106,7 @@ def test_float64_is_not_narrowed_by_the_norms():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"kind": "magic"}, "unknown kind of heads 'magic'; known kinds are chained, independent, conditioned"),
+        ({"kind": "magic"}, "unknown kind of heads 'magic'; known kinds are gated, conditioned, chained"),
         ({"num_heads": 0}, "num_heads must be at least 1"),
         ({"hidden_size": 0}, "hidden_size must be at least 1"),
         ({"kind": "gated", "gate_width": 0}, "gate_width must be at least 1"),

@@ -217,7 +217,7 @@ def test_a_wrong_base_is_one_sentence(files, reason, tmp_path, monkeypatch, caps
         (["--base=llama31.yaml"], "base is a line of a configuration file: give several --config instead"),
         (["--model.model_name_or_path=/no/model"], "there is no model folder at /no/model"),
         (["--data.source=/no/books"], "there is no file or folder of books at /no/books"),
-        (["--model.kind=magic"], "unknown kind of heads 'magic'; known kinds are chained, independent, conditioned"),
+        (["--model.kind=magic"], "unknown kind of heads 'magic'; known kinds are gated, conditioned, chained"),
         (["--model.num_heads=0"], "num_heads must be at least 1, got 0"),
         (["--model.num_heads=many"], "num_heads"),
         (["--no-such-flag"], "no-such-flag"),

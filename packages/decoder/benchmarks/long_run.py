@@ -30,6 +30,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import decoder
+from decoder.cache.form import CacheForm
 
 DATA = Path("data")
 STRETCHES = 25
@@ -62,14 +63,13 @@ def prompt_of(dec: decoder.Decoder, tokens: int, text: Path | None = None) -> li
     if dec.tokenizer is None:
         return torch.randint(512, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     if text is not None:
-        ids = dec.tokenizer(text.read_text("utf-8"), verbose=False)["input_ids"]
-        if len(ids) < tokens:
-            raise SystemExit(f"{text} has {len(ids)} tokens: ask for lengths up to that")
-        return ids[:tokens]
-    with gzip.open(DATA / "pg19" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
-        ids = list(chain.from_iterable(dec.tokenizer(json.loads(x)["text"], verbose=False)["input_ids"] for x in lines))
+        texts = [text.read_text("utf-8")]
+    else:
+        with gzip.open(DATA / "pg19" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
+            texts = [json.loads(line)["text"] for line in lines]
+    ids = list(chain.from_iterable(dec.tokenizer(one, verbose=False)["input_ids"] for one in texts))
     if len(ids) < tokens:
-        raise SystemExit(f"the shipped books have {len(ids)} tokens: ask for lengths up to that")
+        raise SystemExit(f"there are {len(ids)} tokens in {text or 'the shipped books'}: ask for lengths up to that")
     return ids[:tokens]
 
 
@@ -92,15 +92,12 @@ def timed_steps(stream: Iterator[decoder.Chunk]) -> Iterator[tuple[float, decode
 
 
 def planned_bytes(dec: decoder.Decoder, arguments: argparse.Namespace, method: str) -> int:
-    """Bytes of the KV caches: 2 x layers x KV heads x head size numbers a position, full and partial."""
-    config = dec.model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Codes of eight bits have a scale of four bytes for each head.
-    each = size + 4 if arguments.kv_dtype == "int8" else size * dec.target.dtype.itemsize
+    """Bytes of the KV caches, full and partial."""
+    each = CacheForm(arguments.kv_dtype).token_bytes(dec.target.attention_shape, dec.model.config.num_hidden_layers)
     positions = arguments.prompt_tokens + arguments.new_tokens
     if method == "tokenswift":
         positions += min(arguments.budget, positions)
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * each * positions
+    return each * positions
 
 
 def take_turns(arguments: argparse.Namespace, spec: str, already: list[int], pipe: Connection) -> None:

@@ -23,7 +23,8 @@ from decoder.heads_files import (
 )
 from decoder.timings import stage
 
-KINDS = ("chained", "independent", "conditioned", "gated", "medusa")
+KINDS = ("gated", "conditioned", "chained", "independent", "medusa")
+"""Those first whose drafts are accepted most often."""
 ARCHITECTURE = "tokenswift-heads"
 FORMAT_VERSION = 1
 DRAFT_TO_TARGET = "draft_to_target"

@@ -7,6 +7,7 @@ import torch
 
 from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
+from decoder.draft_heads import KINDS
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.retrieval.suffix_index import SuffixIndex
 from decoder.drafters.retrieval.taking_in import taking_in
@@ -22,16 +23,7 @@ class Auto(CostTuned):
     A suffix of the text tells what followed it where it stood before (compare SuffixDecoding, arXiv 2411.04975).
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = (
-        "eagle3",
-        "dflash",
-        "mtp",
-        "gated",
-        "conditioned",
-        "chained",
-        "independent",
-        "medusa",
-    )
+    heads_kinds: ClassVar[tuple[str, ...]] = ("eagle3", "dflash", "mtp", *KINDS)
     takes_draft_model: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:

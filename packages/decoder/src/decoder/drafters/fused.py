@@ -7,6 +7,7 @@ import torch
 
 from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
+from decoder.draft_heads import KINDS
 from decoder.drafters.auto import Auto
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.medusa import Medusa
@@ -26,15 +27,7 @@ class Fused(Medusa):
     The chain is what followed the longest suffix seen before, twice as long as that suffix.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = (
-        "dflash",
-        "mtp",
-        "gated",
-        "conditioned",
-        "chained",
-        "independent",
-        "medusa",
-    )
+    heads_kinds: ClassVar[tuple[str, ...]] = ("dflash", "mtp", *KINDS)
     needs_heads: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:

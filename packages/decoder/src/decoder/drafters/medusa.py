@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
+from decoder.draft_heads import KINDS
 from decoder.draft_layer import RepeatedLayer
 from decoder.drafters.base import DeferredRead, DrafterContext
 from decoder.drafters.block_levels import make_levels
@@ -24,15 +25,7 @@ class Medusa(FixedTree):
     tree's first level. The first step has nothing to draft from and verifies the root alone.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = (
-        "medusa",
-        "independent",
-        "chained",
-        "conditioned",
-        "gated",
-        "mtp",
-        "dflash",
-    )
+    heads_kinds: ClassVar[tuple[str, ...]] = (*reversed(KINDS), "mtp", "dflash")
     needs_heads: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:

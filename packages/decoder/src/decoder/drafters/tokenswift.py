@@ -10,6 +10,7 @@ import torch
 from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
+from decoder.draft_heads import KINDS
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.fixed_tree import FixedTree
 from decoder.drafters.levels import HeadLevels, Level, LevelsWanted
@@ -92,7 +93,7 @@ class TokenSwift(FixedTree):
     The tree is fixed, as the paper has it; `TunedTokenSwift` chooses one in each step.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = ("gated", "conditioned", "chained", "independent", "medusa")
+    heads_kinds: ClassVar[tuple[str, ...]] = KINDS
     needs_heads: ClassVar[bool] = True
     observed_queries = 1  # the importance of a pair is for the newest token
 

@@ -5,8 +5,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-PLAIN = "default"  # transformers' name of rotary embeddings without any scaling
-
 
 def stretch(config: PreTrainedConfig, factor: float | None) -> None:
     """Let a model attend over ``factor`` times its trained length; None leaves its configuration as it is.
@@ -23,8 +21,8 @@ def stretch(config: PreTrainedConfig, factor: float | None) -> None:
         raise ValueError(f"yarn must be a number above 1, not {factor!r}: the trained length is multiplied by it")
     rotary: Any = getattr(config, "rope_parameters", None)
     length = getattr(config, "max_position_embeddings", None)
-    kind = rotary.get("rope_type", PLAIN) if isinstance(rotary, dict) else None
-    if kind not in (None, PLAIN):
+    kind = rotary.get("rope_type", "default") if isinstance(rotary, dict) else None
+    if kind not in (None, "default"):
         raise ValueError(f"its rotary embeddings are scaled already ({kind}): leave out yarn")
     if kind is None or "rope_theta" not in rotary or not length:
         raise ValueError("yarn is for models with one kind of rotary embeddings and a trained length: leave it out")

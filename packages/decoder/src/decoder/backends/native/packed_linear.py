@@ -136,12 +136,10 @@ def fingerprint_of(layers: Iterable[nn.Module]) -> list[torch.Tensor]:
     """
     sums = []
     for layer in layers:
-        held = layer.weight if isinstance(layer, QuantisedLinear) else None
+        parameters = dict(layer.named_parameters(recurse=False))
         if isinstance(layer, QuantisedLinear):
-            sums.append(torch.tensor([layer.weight.data_ptr(), id(layer.dtype)]))
-        for parameter in layer.parameters(recurse=False):
-            if parameter is held:
-                continue
+            sums.append(torch.tensor([parameters.pop("weight").data_ptr(), id(layer.dtype)]))
+        for parameter in parameters.values():
             weight = parameter.detach()
             if weight.shape[-1] * weight.itemsize % 8 or not weight.is_contiguous():
                 return []

@@ -138,14 +138,6 @@ INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t 
         for (int side = 0; side < SIDES; side++) store(sums, r * SIDE + side * LANES, 0, held[side][r], LANES);
 }
 
-#define TILE(name, number, inputs, ...)                                                                                \
-    static void tile_##name(const uint8_t *panel, int64_t blocks, const Input *x, int rows, float *sums) {             \
-        if (rows == 1) tile(LAYOUT_##name, inputs / PART, panel, blocks, x, 1, sums);                                  \
-        else tile(LAYOUT_##name, inputs / PART, panel, blocks, x, rows, sums);                                         \
-    }
-EACH_FORMAT(TILE)
-
-#define ENTRY(name, ...) tile_##name,
-const Tile tile_table[FORMATS] = {EACH_FORMAT(ENTRY)};
+#include "arch/table.h"
 
 #endif

@@ -232,12 +232,4 @@ INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t 
         for (int side = 0; side < 2; side++) _mm256_storeu_ps(sums + r * SIDE + 8 * side, row[r].sums[side]);
 }
 
-#define TILE(name, number, inputs, ...)                                                                                \
-    static void tile_##name(const uint8_t *panel, int64_t blocks, const Input *x, int rows, float *sums) {             \
-        if (rows == 1) tile(LAYOUT_##name, inputs / PART, panel, blocks, x, 1, sums);                                  \
-        else tile(LAYOUT_##name, inputs / PART, panel, blocks, x, rows, sums);                                         \
-    }
-EACH_FORMAT(TILE)
-
-#define ENTRY(name, ...) tile_##name,
-const Tile tile_table[FORMATS] = {EACH_FORMAT(ENTRY)};
+#include "arch/table.h"
