@@ -187,6 +187,18 @@ def test_a_reused_beginning_changes_nothing(decoders, prompt, name, kv_dtype):
     assert not reused[0] and reused[1] > len(prompt)
 
 
+@pytest.mark.parametrize("back", [1, 2, 3])
+def test_a_text_that_turns_off_just_before_its_window_moved_reads_on_at_length(decoders, prompt, back):
+    """The window has given up what it would keep for going back, and has no room for all that comes in one pass."""
+    model, sampling = decoders("mistral").model, SamplingParams(seed=4)
+    fresh, dec = Decoder(model), Decoder(model, prefix_cache_bytes=2**24)
+    text = [*prompt[:17], *dec.generate(prompt[:17], 33, "ar", sampling).token_ids]
+    given = [*text[:-back], *prompt]
+    out = dec.generate(given, 8, "ar", sampling)
+    assert out.stats.reused_tokens == len(text) - back - 1
+    assert out.token_ids == fresh.generate(given, 8, "ar", sampling).token_ids
+
+
 BIT_FOR_BIT = ("mistral", "gemma2", "gemma3_text", "gemma4_text", "exaone4", "phi3")
 
 

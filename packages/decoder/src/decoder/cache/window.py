@@ -68,7 +68,8 @@ class WindowState:
         """See that ``count`` entries find room behind the committed ones."""
         if not len(self.keys) or self.length - self.first + count <= self.keys.shape[3]:
             return
-        first = self.kind.first_seen(max(self.first, self.length - _BACK))
+        # What was given up for a longer text, from which this one went back, is not there.
+        first = max(self.first, self.kind.first_seen(max(0, self.length - _BACK)))
         start, self.first = first - self.first, first
         slots = max(self.keys.shape[3], window_slots(self.kind, count, self._most), self.length - first + count)
         kept = slice(start, start + self.length - first)
