@@ -14,9 +14,9 @@ import click
 from ts_eval import defaults
 from ts_eval.commands.group import SentenceGroup, quiet_libraries, show, told_in_a_sentence
 from ts_eval.commands.options import (
+    INTEGERS,
+    NUMBERS,
     WITHOUT_FLAG,
-    IntegerList,
-    NumberList,
     Tree,
     bitwise_option,
     books_option,
@@ -25,6 +25,8 @@ from ts_eval.commands.options import (
     drafting_options,
     from_file,
     model_options,
+    number_option,
+    numbers_option,
     options_of,
     output_options,
     prompts_options,
@@ -62,13 +64,11 @@ def main():
     "a chat, whose answer ends where the model ends it.  "
     "[default: PG-19 test books]"
 )
-@click.option("--max-new-tokens", type=int, default=defaults.MAX_NEW_TOKENS, show_default=True)
+@number_option("--max-new-tokens", defaults.MAX_NEW_TOKENS)
 @sanitize_option
-@click.option("--runs", type=int, default=defaults.RUNS, show_default=True, help="Generations per method and prompt.")
+@number_option("--runs", defaults.RUNS, "Generations per method and prompt.")
 @seed_option("Run r (from 0) uses seed + r.")
-@click.option(
-    "--batch", type=int, default=1, show_default=True, help="Texts (prompts and runs) that are decoded together."
-)
+@number_option("--batch", 1, "Texts (prompts and runs) that are decoded together.")
 @device_options
 @bitwise_option
 @yarn_option
@@ -82,16 +82,14 @@ def main():
     help="Score all texts again with the plain model, and exit with 1 when a method differs from ar (where bitwise is "
     "on, in a token or a bit of a log-probability) or a text from the model, audited ties aside.",
 )
-@click.option("--marks", type=IntegerList(), help="New tokens at which to tell latency.  [default: five equal steps]")
+@click.option("--marks", type=INTEGERS, help="New tokens at which to tell latency.  [default: five equal steps]")
 @click.option("--embedding-model", help="Sentence-embedding model for the semantic diversity of the texts.")
 @click.option(
     "--endpoint",
     metavar="URL",
     help="Time a server with the same model as one more row: vLLM, llama.cpp or `python -m decoder serve`.",
 )
-@click.option(
-    "--processes", type=int, default=1, show_default=True, help="Share the prompts and runs over N processes."
-)
+@number_option("--processes", 1, "Share the prompts and runs over N processes.")
 @click.option("--tensor-parallel", is_flag=True, help="Under torchrun: its processes share the model.")
 @ray_options
 @books_option
@@ -140,17 +138,9 @@ def compare(typed, methods, check_lossless, **arguments):
 @click.argument("methods", nargs=-1, metavar="[METHOD[:OPTION=VALUE]...]...")
 @model_options
 @prompts_options("As for compare.  [default: PG-19 test books]")
-@click.option(
-    "--max-new-tokens", type=int, default=defaults.EXACTNESS_NEW_TOKENS, show_default=True, help="Of each text."
-)
+@number_option("--max-new-tokens", defaults.EXACTNESS_NEW_TOKENS, "Of each text.")
 @seed_option("Of the sampled texts, and of the first draw.")
-@click.option(
-    "--draws",
-    type=int,
-    default=defaults.EXACTNESS_DRAWS,
-    show_default=True,
-    help="Seeds for the chi-square test; 0 leaves it out.",
-)
+@number_option("--draws", defaults.EXACTNESS_DRAWS, "Seeds for the chi-square test; 0 leaves it out.")
 @device_options
 @bitwise_option
 @sampling_options
@@ -183,37 +173,11 @@ def exactness(typed, methods, **arguments):
 @model_options
 @click.option("--prompts", help="As for compare; the first one is taken.  [default: a PG-19 test book]")
 @sanitize_option
-@click.option(
-    "--prompt-tokens",
-    type=int,
-    default=defaults.BENCH_PROMPT_TOKENS,
-    show_default=True,
-    help="First N tokens of the prompt.",
-)
-@click.option(
-    "--new-tokens",
-    type=int,
-    default=defaults.BENCH_NEW_TOKENS,
-    show_default=True,
-    help="Of the generations whose steps are taken apart.",
-)
-@click.option(
-    "--lengths",
-    type=IntegerList(),
-    default=",".join(map(str, defaults.BENCH_LENGTHS)),
-    show_default=True,
-    help="Tokens of text to time passes over.",
-)
-@click.option(
-    "--widths",
-    type=IntegerList(),
-    default=",".join(map(str, defaults.BENCH_WIDTHS)),
-    show_default=True,
-    help="Nodes of the verifications to time.",
-)
-@click.option(
-    "--repeats", type=int, default=defaults.BENCH_REPEATS, show_default=True, help="Rounds; figures are their medians."
-)
+@number_option("--prompt-tokens", defaults.BENCH_PROMPT_TOKENS, "First N tokens of the prompt.")
+@number_option("--new-tokens", defaults.BENCH_NEW_TOKENS, "Of the generations whose steps are taken apart.")
+@numbers_option("--lengths", INTEGERS, defaults.BENCH_LENGTHS, "Tokens of text to time passes over.")
+@numbers_option("--widths", INTEGERS, defaults.BENCH_WIDTHS, "Nodes of the verifications to time.")
+@number_option("--repeats", defaults.BENCH_REPEATS, "Rounds; figures are their medians.")
 @seed_option("Of the noise, and of random weights.")
 @click.option(
     "--random-weights",
@@ -285,9 +249,7 @@ def methods():
     metavar="HUMAN_FILE",
     help="Human text, or as compare's --prompts; adds MAUVE against it in the features of --model.",
 )
-@click.option(
-    "--piece-tokens", type=int, default=defaults.PIECE_TOKENS, show_default=True, help="Of the pieces MAUVE compares."
-)
+@number_option("--piece-tokens", defaults.PIECE_TOKENS, "Of the pieces MAUVE compares.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def metrics(files, as_json, **arguments):
     """Measure any text FILE: diversity, repetition, compression and, with a model, perplexity and MAUVE.
@@ -308,22 +270,10 @@ def metrics(files, as_json, **arguments):
 @click.argument("methods", nargs=-1, metavar="[METHOD[:OPTION=VALUE]...]...")
 @model_options
 @click.option("--prompts", help="As for compare, the texts one behind the other.  [default: PG-19 test books]")
-@click.option(
-    "--lengths",
-    type=IntegerList(),
-    default=",".join(map(str, defaults.NEEDLE_LENGTHS)),
-    show_default=True,
-    help="Tokens of text and question.",
-)
-@click.option(
-    "--depths",
-    type=NumberList(),
-    default=",".join(f"{depth:g}" for depth in defaults.NEEDLE_DEPTHS),
-    show_default=True,
-    help="Shares of the text before the hidden sentence.",
-)
-@click.option("--phrases", type=int, default=defaults.NEEDLE_PHRASES, show_default=True, help="Hidden at each place.")
-@click.option("--max-new-tokens", type=int, default=defaults.NEEDLE_NEW_TOKENS, show_default=True, help="Of an answer.")
+@numbers_option("--lengths", INTEGERS, defaults.NEEDLE_LENGTHS, "Tokens of text and question.")
+@numbers_option("--depths", NUMBERS, defaults.NEEDLE_DEPTHS, "Shares of the text before the hidden sentence.")
+@number_option("--phrases", defaults.NEEDLE_PHRASES, "Hidden at each place.")
+@number_option("--max-new-tokens", defaults.NEEDLE_NEW_TOKENS, "Of an answer.")
 @seed_option("Of pass phrases: phrase i (from 0) has seed + i.")
 @device_options
 @bitwise_option
@@ -375,13 +325,13 @@ def report(folder):
     "--model", help="Model folder, hub id, config.json, or a name such as llama-3.1-8b.  [default: the reference model]"
 )
 @click.option("--draft-model", help="The same of the small model that drafts for triforce.")
-@click.option("--max-new-tokens", type=int, default=102_400, show_default=True)
-@click.option("--prompt-tokens", type=int, default=0, show_default=True)
+@number_option("--max-new-tokens", 102_400)
+@number_option("--prompt-tokens", 0)
 @click.option("--dtype", default="auto", show_default=True, help="auto: the configuration's. int8, int4: on a CPU.")
-@click.option("--num-heads", type=int, default=3, show_default=True, help="Draft heads.")
+@number_option("--num-heads", 3, "Draft heads.")
 @click.option("--tree", type=Tree(), help="Branching per depth, or paths of ranks.  [default: 1,3,3,3]")
 @click.option("--ngrams", type=int, help="n-grams retrieved per step.  [default: 20]")
-@click.option("--budget", type=int, default=defaults.PLAN_BUDGET, show_default=True, help="Slots of the partial cache.")
+@number_option("--budget", defaults.PLAN_BUDGET, "Slots of the partial cache.")
 @cache_options
 @click.option("--gpu", multiple=True, help="A100, H100 or H200; may be repeated.  [default: all three]")
 @click.option("--bandwidth", type=float, help="Memory bandwidth of another device, in GB/s.")
@@ -392,12 +342,8 @@ def report(folder):
     multiple=True,
     help="chance that a drafted token is accepted; may be repeated.  [default: 0.5, 0.7, 0.9]",
 )
-@click.option(
-    "--tensor-parallel-size",
-    type=int,
-    default=1,
-    show_default=True,
-    help="Processes that share the model, each on a device of its own; bytes are those of one.",
+@number_option(
+    "--tensor-parallel-size", 1, "Processes that share the model, each on a device of its own; bytes are those of one."
 )
 @click.option("--data-dir", envvar="TS_DATA_DIR", help="Folder of the reference model.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -414,11 +360,11 @@ def plan(as_json, **arguments):
 
 @main.command()
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
-@click.option("--scale", type=float, default=1.0, show_default=True, help="Of the paper's prompt and output lengths.")
+@number_option("--scale", 1.0, "Of the paper's prompt and output lengths.")
 @model_options
 @click.option("--prompts", help="As for compare.  [default: PG-19 test books]")
 @click.option("--num-prompts", type=int, help="At most so many prompts.  [default: 1 book]")
-@click.option("--runs", type=int, default=defaults.REPRODUCE_RUNS, show_default=True, help="Texts per row and prompt.")
+@number_option("--runs", defaults.REPRODUCE_RUNS, "Texts per row and prompt.")
 @seed_option("Run r (from 0) uses seed + r.")
 @device_options
 @output_options(defaults.REPRODUCE_OUTPUT, "Folder; resumes what is in it.")

@@ -1,6 +1,6 @@
 """The options that several commands of `ts-eval` share; free of heavy imports, so that --help is quick."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -33,10 +33,11 @@ class Tree(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class IntegerList(click.ParamType):
-    """Integers with commas between them, such as 1,3,3,3."""
+class Lists(click.ParamType):
+    """Numbers of one kind with commas between them."""
 
-    name = "N,N,..."
+    def __init__(self, kind: type[int] | type[float], name: str, words: str):
+        self.kind, self.name, self.words = kind, name, words
 
     def convert(self, value, param, ctx):
         if isinstance(value, tuple):
@@ -44,29 +45,29 @@ class IntegerList(click.ParamType):
         if isinstance(value, list):
             value = ",".join(map(str, value))
         try:
-            return tuple(int(number) for number in value.split(","))
+            return tuple(self.kind(number) for number in value.split(","))
         except ValueError:
-            self.fail(f"{value!r} is not a list of integers such as 100,200.", param, ctx)
+            self.fail(f"{value!r} is not a list of {self.words}.", param, ctx)
 
 
-class NumberList(click.ParamType):
-    """Numbers with commas between them, such as 0,0.5,1."""
+INTEGERS = Lists(int, "N,N,...", "integers such as 100,200")
+NUMBERS = Lists(float, "X,X,...", "numbers such as 0,0.5,1")
 
-    name = "X,X,..."
 
-    def convert(self, value, param, ctx):
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(float(number) for number in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers such as 0,0.5,1.", param, ctx)
+def number_option(flag: str, default: int | float, help: str | None = None):
+    """An option for a number of the kind of its default."""
+    return click.option(flag, type=type(default), default=default, show_default=True, help=help)
+
+
+def numbers_option(flag: str, kind: Lists, default: Iterable[int | float], help: str):
+    """An option for a list of numbers."""
+    written = ",".join(str(number).removesuffix(".0") for number in default)
+    return click.option(flag, type=kind, default=written, show_default=True, help=help)
 
 
 def sampling_option(flag: str, help: str):
     """An option for the field of `decoder.SamplingParams` of that name."""
-    default = defaults.SAMPLING[flag.removeprefix("--").replace("-", "_")]
-    return click.option(flag, type=type(default), default=default, show_default=True, help=help)
+    return number_option(flag, defaults.SAMPLING[flag.removeprefix("--").replace("-", "_")], help)
 
 
 def together(*options):
@@ -235,9 +236,9 @@ cache_options = together(
 
 ray_options = together(
     click.option("--ray", metavar="ADDRESS", help="Share the prompts over a Ray cluster; auto starts Ray here."),
-    click.option("--ray-actors", type=int, default=1, show_default=True, help="Its processes with the model."),
-    click.option("--ray-cpus", type=int, default=1, show_default=True, help="Processors and threads of each."),
-    click.option("--ray-gpus", type=float, default=0.0, show_default=True, help="GPUs of each."),
+    number_option("--ray-actors", 1, "Its processes with the model."),
+    number_option("--ray-cpus", 1, "Processors and threads of each."),
+    number_option("--ray-gpus", 0.0, "GPUs of each."),
 )
 
 
@@ -254,7 +255,7 @@ def prompts_options(help: str):
 
 def seed_option(help: str):
     """The option for the seed; ``help`` says what is drawn with it."""
-    return click.option("--seed", type=int, default=0, show_default=True, help=help)
+    return number_option("--seed", 0, help)
 
 
 def output_options(default: str, help: str, overwrite: str = "Drop what other settings left in the output folder."):
