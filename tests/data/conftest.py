@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tests.tiny import LETTERS, SIZES, byte_level
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
@@ -18,26 +19,15 @@ TEMPLATE = (
 @pytest.fixture
 def folders(tmp_path, request):
     """A tiny chat model (of the architecture that a test names, or Llama), prompts and books."""
-    tokens = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokens = ["<end>", *LETTERS]
+    tokenizer = byte_level(tokens)
     tokenizer.add_special_tokens([AddedToken("<end>", normalized=False, special=True)])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
     fast.save_pretrained(tmp_path / "model")
     torch.manual_seed(0)
     architecture = getattr(request, "param", "Llama")
-    config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=len(tokens),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
+    sizes = {**SIZES, "vocab_size": len(tokens), "max_position_embeddings": 256, "eos_token_id": 0}
+    config = getattr(transformers, f"{architecture}Config")(**sizes)
     model = getattr(transformers, f"{architecture}ForCausalLM")(config)
     model.generation_config.eos_token_id = list(range(40))  # so that many answers end
     model.save_pretrained(tmp_path / "model")

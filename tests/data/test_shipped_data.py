@@ -75,7 +75,7 @@ def with_heads(reference, heads):
 def plain(request, reference, prompt_text):
     """Plain decoding at one temperature."""
     sampling = SamplingParams(temperature=request.param, min_p=0.1, repetition_penalty=1.2, seed=11)
-    return sampling, reference.generate(prompt_text, 120, "ar", sampling, ignore_eos=True)
+    return sampling, reference.generate(prompt_text, 80, "ar", sampling, ignore_eos=True)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -84,7 +84,7 @@ def test_the_reference_model_decodes_losslessly_in_float32(reference, kind, plai
     dec = with_heads(reference, reference.heads[kind])
     assert list(dec.heads) == [kind] and dec.model.dtype == torch.float32
     options = TokenSwiftOptions(tree=(1, 2, 1, 1), ngrams=2, budget=128)
-    drafted = dec.generate(prompt_text, 120, "tokenswift", sampling, options, ignore_eos=True)
+    drafted = dec.generate(prompt_text, 80, "tokenswift", sampling, options, ignore_eos=True)
     assert drafted.token_ids == expected.token_ids
     assert drafted.stats.tokens_per_step > 2
 

@@ -1,11 +1,14 @@
 """Tiny random models: small enough for float64, sharp enough that drafts are right often."""
 
+import io
 import itertools
+import sys
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import decoder.__main__ as command
 from decoder import Decoder, DraftHeads
 from decoder.backends import faults, kept_tests
 from decoder.backends.cuda import attention_check, bitwise_split_kv, kernel_check, rotary, split_kv
@@ -19,25 +22,16 @@ from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.model import target
 
+from ..tiny import SIZES
 from .tape import eager_attention, eager_attention_by_position, eager_rotation
 
 VOCAB = 48
 
 
 def tiny_llama(dtype=torch.float64, seed=0, **overrides):
-    settings = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).to(dtype).eval()
+    settings = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": 4096, **overrides}
+    model = LlamaForCausalLM(LlamaConfig(**settings)).to(dtype).eval()
     for parameter in model.parameters():
         parameter.data.mul_(3)
     return model
@@ -107,6 +101,22 @@ def dec(model):
 def untested(monkeypatch):
     """Of a stand-in that has failed the next test's user has not been told."""
     monkeypatch.setattr(faults, "_warned", set())
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the command in this process: (exit status, standard output, standard error)."""
+
+    def run(*arguments, typed=None):
+        if typed is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+        try:
+            status = command.main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            status = exit.code
+        return status, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

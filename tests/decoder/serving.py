@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import httpx2
 import openai
+import pytest
 import uvicorn
 from tokenizers import AddedToken
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -18,8 +19,8 @@ from decoder.serve.metrics import Metrics
 from decoder.serve.service import Service
 from decoder.serve.settings import Settings
 
+from ..tiny import byte_tokenizer
 from .conftest import random_heads, tiny_llama
-from .test_using_it import byte_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 # A connection for each request: a server closes one that nobody uses, perhaps just when a busy machine uses it again.
@@ -143,6 +144,21 @@ def served(dec, **settings):
             server.should_exit = True
             thread.join(10)
             service.worker.join(10)
+
+
+def served_by(make, **settings):
+    """Two fixtures of a module: a decoder that ``make`` makes, and a server of it."""
+
+    @pytest.fixture(scope="module")
+    def dec():
+        return make()
+
+    @pytest.fixture(scope="module")
+    def server(dec):
+        with served(dec, **settings) as running:
+            yield running
+
+    return dec, server
 
 
 def within(seconds, true):

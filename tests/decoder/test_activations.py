@@ -33,12 +33,12 @@ def threads(request):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rows_have_the_bits_that_they_have_alone(name, width, dtype, threads):
     function = Activation(FUNCTIONS[name])
-    both = torch.randn(1, 200, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    both = torch.randn(1, 84, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype)
     x = both[..., :width]  # as the gate stands beside up
     found = function(x)
     assert found.shape == x.shape
     torch.testing.assert_close(found, FUNCTIONS[name](x))
-    for first, last in ((0, 1), (7, 8), (50, 83), (199, 200)):
+    for first, last in ((0, 1), (7, 8), (50, 83), (83, 84)):
         assert torch.equal(function(x[:, first:last].contiguous()), found[:, first:last])
 
 

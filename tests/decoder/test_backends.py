@@ -21,10 +21,10 @@ from decoder.request import GenerationRequest
 from decoder.sampling.native_choice import NativeChoice
 from decoder.sequence import Sequence
 
+from ..tiny import byte_tokenizer
 from .conftest import all_heads, tiny_llama
 from .tape import TapeRecorder
 from .test_graphs import NARROW, SAMPLING
-from .test_using_it import byte_tokenizer
 
 
 class UnknownToPython(Exception):

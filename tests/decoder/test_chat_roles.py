@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import decoder
@@ -12,6 +12,7 @@ from decoder import Decoder, SamplingParams
 from decoder.text.prompts import chat_ids, check_sanitizes
 from decoder.text.roles import known_roles, knows
 
+from ..tiny import LETTERS, byte_level, joined
 from .conftest import tiny_llama
 from .serving import served
 
@@ -69,13 +70,8 @@ def with_control(tokenizer, template=PLAIN):
 
 def bytes_tokenizer(template=PLAIN):
     """Bytes, with some words of several of them: a piece of text is not the sum of its letters."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("u", "s"), ("us", "e"), ("use", "r"), ("Ċ", "Ċ"), ("<", "|"), ("i", "m"), ("Ġ", "Ġ")]
-    vocab = {piece: i for i, piece in enumerate([*letters, *("".join(pair) for pair in merges)])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return with_control(tokenizer, template)
+    return with_control(byte_level([*LETTERS, *joined(merges)], merges), template)
 
 
 def spaces_tokenizer(template=PLAIN):

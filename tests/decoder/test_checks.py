@@ -12,8 +12,8 @@ from decoder.checks import check, decoded, faults, parse_json, shown
 from decoder.heads_files import read_json
 from decoder.yaml_text import parse_yaml
 
+from ..tiny import byte_tokenizer
 from .conftest import tiny_llama
-from .test_using_it import byte_tokenizer
 
 surrogates = st.characters(min_codepoint=0xD800, max_codepoint=0xDFFF)
 words = st.text(max_size=5)

@@ -28,8 +28,8 @@ from decoder.cli.terminal import StatusLine
 from decoder.cli.transcript import Transcript
 
 from ..forked import forked
+from ..tiny import byte_tokenizer
 from .conftest import random_heads, tiny_llama
-from .test_using_it import byte_tokenizer
 
 DATA = Path(__file__).parents[2] / "data"
 TEMPLATE = (
@@ -68,20 +68,6 @@ def common(folders):
     names = ("model", "heads", "prompt.txt")
     model, heads, prompt = (str(folders / name) for name in names)
     return ["--model", model, "--heads", heads, "--prompt-file", prompt, "--dtype", "float64", "--seed", "5"]
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command in this process: (exit status, standard output, standard error)."""
-
-    def run(*arguments):
-        try:
-            status = command.main([str(argument) for argument in arguments])
-        except SystemExit as exit:
-            status = exit.code
-        return status, *capsys.readouterr()
-
-    return run
 
 
 def tokens_in(path):

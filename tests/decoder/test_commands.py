@@ -1,6 +1,5 @@
 """The command `decoder`: its commands and their names, help without waiting, completion, and a chat in the terminal."""
 
-import io
 import subprocess
 import sys
 
@@ -10,9 +9,9 @@ import torch
 import decoder.__main__ as command
 from decoder import Decoder, SamplingParams
 
+from ..tiny import byte_tokenizer
 from .conftest import tiny_llama
 from .test_command import TEMPLATE
-from .test_using_it import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +27,6 @@ def model(tmp_path_factory, speaking):
     speaking.model.save_pretrained(folder)
     speaking.tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the command in this process: (exit status, standard output, standard error)."""
-
-    def run(*arguments, typed=None):
-        if typed is not None:
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
-        try:
-            status = command.main([str(argument) for argument in arguments])
-        except SystemExit as exit:
-            status = exit.code
-        return status, *capsys.readouterr()
-
-    return run
 
 
 def test_help_imports_nothing_that_takes_seconds():

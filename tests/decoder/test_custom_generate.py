@@ -23,8 +23,8 @@ import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.cache.argument import cache_named
 
+from ..tiny import byte_tokenizer
 from .conftest import VOCAB, random_heads, tiny_llama
-from .test_using_it import byte_tokenizer
 
 # Each is honoured by a processor of transformers' own.
 ASKED = [

@@ -13,20 +13,10 @@ from decoder.backends.reference.attention import Masked
 from decoder.model.architectures import refuse_unsupported
 from decoder.work import finish
 
+from ..tiny import SIZES
 from .conftest import VOCAB, random_heads, some, tiny_llama
 
-SHAPE = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+SHAPE = dict(SIZES, vocab_size=VOCAB, max_position_embeddings=512, pad_token_id=None)
 EXPERTS = dict(
     num_experts=4,
     num_local_experts=4,
@@ -231,7 +221,6 @@ def test_the_users_model_stays_as_it_was(implementation, prompt):
     assert calls
 
 
-WINDOW = dict(max_position_embeddings=512, sliding_window=64)
 REFUSED = {
     "t5": ("t5", {}, "is an encoder-decoder"),
     "bart": ("bart", {}, "is an encoder-decoder"),

@@ -7,12 +7,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import decoder
 from decoder.model.gguf import formats
 from decoder.model.gguf.file import GgufFile
+
+from ..tiny import LETTERS, byte_level, joined
 
 CHAT = "{% for m in messages %}<|a|>{{ m['content'] }}<|b|>{% endfor %}"
 # Byte letters, the tokens between turns, and what merges make.
@@ -21,18 +23,26 @@ MERGES = [("Ċ", "Ċ"), ("Ġ", "t"), ("1", "2"), ("h", "e"), ("Ġt", "he")]
 
 
 def vocabulary():
-    tokens = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(pair) for pair in MERGES]
+    tokens = SPECIAL + LETTERS + joined(MERGES)
     return tokens + [f"unused{i}" for i in range(-len(tokens) % 32)]
+
+
+SIZES = dict(
+    vocab_size=len(vocabulary()),
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 def published_tokenizer():
     """As SmolLM2's tokenizer.json has it: digits stand alone before the byte level splits."""
-    tokens = vocabulary()
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, MERGES))
+    tokenizer = byte_level(vocabulary(), MERGES)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|b|>", clean_up_tokenization_spaces=False)
 
@@ -40,21 +50,9 @@ def published_tokenizer():
 @pytest.fixture(scope="module")
 def hf_model():
     torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary()),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        tie_word_embeddings=True,
-        eos_token_id=[1, 2],
-        bos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval()
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    others = dict(max_position_embeddings=512, rms_norm_eps=1e-5, rope_parameters=rope, tie_word_embeddings=True)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **others, bos_token_id=None, eos_token_id=[1, 2])).eval()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape)
     return model

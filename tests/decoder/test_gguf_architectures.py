@@ -17,17 +17,9 @@ from decoder.model.gguf.file import open_gguf
 from decoder.model.gguf.weights import check_shapes, state_dict
 from tests.decoder.recurrent_models import DELTA as RECURRENT_DELTA
 from tests.decoder.test_gguf import MERGES, SPECIAL, permuted, vocabulary
+from tests.decoder.test_gguf import SIZES as OF_LLAMA
 
-SIZES = dict(
-    vocab_size=len(vocabulary()),
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    tie_word_embeddings=False,
-)
+SIZES = dict(OF_LLAMA, max_position_embeddings=128, tie_word_embeddings=False)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 OF_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 # Two heads of values share a head of keys.

@@ -3,16 +3,18 @@
 import json
 import random
 import time
+from itertools import product
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decoder import Decoder, SamplingParams, constraints, methods
 from decoder.constraints import Vocabulary
 from decoder.sampling.constraint_path import ConstraintPath
 
+from .. import tiny
+from ..tiny import LETTERS, joined
 from . import tokenizers_of_kinds
 from .conftest import all_heads, some, tiny_llama
 
@@ -55,7 +57,6 @@ GRAMMARS = {
 
 def byte_level():
     """Byte-level BPE with merges, as in GPT-2, Llama 3, Qwen and SmolLM2."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [
         ("n", "a"),
         ("m", "e"),
@@ -67,10 +68,7 @@ def byte_level():
         ("0", "0"),
         ("Ġ", '"'),
     ]
-    pieces = ["<|end|>", "<|other|>", *letters, *("".join(merge) for merge in merges)]
-    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = tiny.byte_level(["<|end|>", "<|other|>", *LETTERS, *joined(merges)], merges)
     tokenizer.add_special_tokens(["<|end|>", "<|other|>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
@@ -209,7 +207,10 @@ def tokens_of(text, constraint, tokenizer):
     return tokens
 
 
-@pytest.fixture(scope="module", params=["byte level", "SentencePiece"])
+DECODED = ("byte level", "SentencePiece")
+
+
+@pytest.fixture(scope="module", params=DECODED)
 def decoding(request):
     tokenizer = TOKENIZERS[request.param]()
     model = tiny_llama(vocab_size=len(tokenizer) + 4)
@@ -217,10 +218,18 @@ def decoding(request):
     return Decoder(model, tokenizer, heads=all_heads(model), draft_model=small)
 
 
-# What differs by method holds for any constraint: `test_constrained.py`.
-@pytest.mark.parametrize("drafting", some([["auto", "draft-model"], methods()], [["auto", "draft-model"]]), ids=len)
+FEW = ("auto", "draft-model")
+
+
+# What differs by method holds for any constraint: `test_constrained.py`. How a token is chosen under a mask does not
+# depend on the tokenizer.
 @pytest.mark.parametrize("name", GRAMMARS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "decoding, temperature, drafting",
+    some(product(DECODED, [0.0, 1.0], [FEW, tuple(methods())]), [(DECODED[0], 0.0, FEW), (DECODED[1], 1.0, FEW)]),
+    indirect=["decoding"],
+    scope="module",
+)
 def test_every_method_equals_ar(decoding, name, temperature, drafting):
     sampling = SamplingParams(temperature, seed=3, constraint=GRAMMARS[name], repetition_penalty=1.1)
     prompt = list(range(10, 30))

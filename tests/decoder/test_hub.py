@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 import decoder
 from decoder import SamplingParams
 
+from ..tiny import byte_tokenizer
 from .conftest import random_heads, tiny_llama
-from .test_using_it import byte_tokenizer
 
 OLD, NEW = "a" * 40, "b" * 40
 OWN_CODE = """

@@ -23,10 +23,10 @@ from decoder.jobs.on_ray import Cluster
 from decoder.stats import Statistics
 
 from ..forked import forked
+from ..tiny import byte_tokenizer
 from .conftest import tiny_llama
 from .ranks import free_port
 from .serving import TEMPLATE, served
-from .test_using_it import byte_tokenizer
 
 
 def chat_decoder():

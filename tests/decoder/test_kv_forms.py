@@ -136,8 +136,8 @@ def text_of_ar(dec, prompt):
 # Those that copy from the cache are below.
 @pytest.mark.parametrize("method", some(methods(), ["ar", "tokenswift", "eagle3", "draft-model", "auto"]))
 def test_every_method_gives_the_text_of_ar_with_the_same_cache(dec, prompt, text_of_ar, form, method):
-    plain, expected = text_of_ar(CacheForm(), 60), text_of_ar(form, 60)
-    out = dec.generate(prompt, 60, method, SAMPLING, options(form), return_logprobs=True)
+    plain, expected = text_of_ar(CacheForm(), 40), text_of_ar(form, 40)
+    out = dec.generate(prompt, 40, method, SAMPLING, options(form), return_logprobs=True)
     assert out.token_ids == expected.token_ids
     assert out.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
     # An offloaded cache changes nothing, a quantised one the model.
@@ -168,11 +168,11 @@ def test_greedy_ar_is_generate_with_a_cache_that_rounds(dec, model, prompt, kv_d
 )
 def test_draft_caches_are_filled_from_it(dec, prompt, text_of_ar, form, method, drafting):
     drafting = dict(tree=(1, 1, 1), sink=4) | drafting
-    out = dec.generate(prompt, 60, method, SAMPLING, options(form, **drafting))
-    assert out.token_ids == text_of_ar(form, 60).token_ids
+    out = dec.generate(prompt, 40, method, SAMPLING, options(form, **drafting))
+    assert out.token_ids == text_of_ar(form, 40).token_ids
     if form.kv_dtype is None:
         # What is copied from host memory is what would have been there without: as many drafts are accepted.
-        plain = dec.generate(prompt, 60, method, SAMPLING, options(CacheForm(), **drafting))
+        plain = dec.generate(prompt, 40, method, SAMPLING, options(CacheForm(), **drafting))
         assert out.stats.accepted == plain.stats.accepted > 0
 
 
@@ -223,14 +223,14 @@ def test_what_draft_caches_take_is_what_was_rounded(form, prompt):
 def test_bit_for_bit(form, dtype, prompt, monkeypatch, with_native):
     model = tiny_llama(dtype)
     dec = Decoder(model, heads=all_heads(model), bitwise=True)
-    expected = dec.generate(prompt, 70, "ar", SAMPLING, options(form), return_logprobs=True)
+    expected = dec.generate(prompt, 50, "ar", SAMPLING, options(form), return_logprobs=True)
     for method in ("tokenswift", "medusa", "magicdec", "suffix", "auto"):
-        out = dec.generate(prompt, 70, method, SAMPLING, options(form), return_logprobs=True)
+        out = dec.generate(prompt, 50, method, SAMPLING, options(form), return_logprobs=True)
         assert (out.token_ids, out.logprobs) == (expected.token_ids, expected.logprobs), method
     for cut, chunk in ((1, 7), (30, 64)):
         monkeypatch.setattr(target_module, "_PREFILL_CHUNK", chunk)
         context = prompt + expected.token_ids[:cut]
-        rest = dec.generate(context, 70 - cut, "suffix", SAMPLING, options(form), return_logprobs=True)
+        rest = dec.generate(context, 50 - cut, "suffix", SAMPLING, options(form), return_logprobs=True)
         assert (rest.token_ids, rest.logprobs) == (expected.token_ids[cut:], expected.logprobs[cut:])
 
 

@@ -25,10 +25,10 @@ from decoder.heads_beside import heads_beside
 from decoder.sampling.sampler import Sampler
 from decoder.sequence import Sequence
 
+from ..tiny import byte_tokenizer
 from .conftest import VOCAB, drafted_levels, random_heads, some
 from .recurrent_models import made
 from .test_families import ROUTED, tiny
-from .test_using_it import byte_tokenizer
 
 NAMED = ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"]
 FAMILIES = [*NAMED, "deepseek_v3", "glm4_moe", "glm4_moe_lite"]

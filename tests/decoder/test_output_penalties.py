@@ -13,7 +13,7 @@ from decoder import SamplingParams
 from decoder.constraints import Vocabulary
 from decoder.sampling.sampler import Sampler
 
-from .test_using_it import byte_tokenizer
+from ..tiny import byte_tokenizer
 
 CPU, V = torch.device("cpu"), 20
 PROMPT, OUTPUT = [3, 3, 5, 7, 9], [3, 3, 8, 1, 4, 3]

@@ -14,8 +14,8 @@ from decoder.backends.native.quantised import QuantisedLinear, QuantisedMatrix
 from decoder.model.quantising import INT4, INT8, QUANTISED_DTYPES, dtype_name, quantise
 from decoder.model.rounding import rounded
 
+from ..tiny import byte_tokenizer
 from .conftest import VOCAB, all_heads, random_heads, some, tiny_llama
-from .test_using_it import byte_tokenizer
 
 if not native.available():
     pytest.skip("needs the native library", allow_module_level=True)

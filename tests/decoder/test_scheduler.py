@@ -17,9 +17,9 @@ from decoder.prefix_reuse import prefix_reuse
 from decoder.request import GenerationRequest
 from decoder.serve.worker import Worker
 
+from ..tiny import byte_tokenizer
 from .conftest import all_heads, tiny_llama
 from .serving import served, within
-from .test_using_it import byte_tokenizer
 
 GREEDY = SamplingParams(temperature=0)
 LONG = [(7 * index + index // 5) % 48 for index in range(900)]

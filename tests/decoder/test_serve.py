@@ -20,18 +20,9 @@ from decoder.serve import reading as reading_
 from decoder.serve import service
 from decoder.serve.worker import Worker
 
-from .serving import CHAT, name_of, served, speaking_decoder, within
+from .serving import CHAT, name_of, served, served_by, speaking_decoder, within
 
-
-@pytest.fixture(scope="module")
-def dec():
-    return speaking_decoder()
-
-
-@pytest.fixture(scope="module")
-def server(dec):
-    with served(dec, max_tokens=2000) as running:
-        yield running
+dec, server = served_by(speaking_decoder, max_tokens=2000)
 
 
 def seeded(seed, **fields):

@@ -18,9 +18,9 @@ from decoder.serve.metrics import Metrics
 from decoder.serve.service import Service
 from decoder.serve.settings import Settings
 
+from ..tiny import byte_tokenizer
 from .conftest import random_heads, tiny_llama
 from .serving import Running, within
-from .test_using_it import byte_tokenizer
 
 
 @pytest.fixture(scope="module")

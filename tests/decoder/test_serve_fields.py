@@ -44,7 +44,7 @@ from decoder.serve.fields import (
 )
 from decoder.serve.requests import parse
 
-from .serving import served, speaking_decoder
+from .serving import served_by, speaking_decoder
 
 PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}
 TABLES = {True: CHAT, False: COMPLETION}
@@ -63,15 +63,7 @@ JSON = st.recursive(
 both = pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
 
 
-@pytest.fixture(scope="module")
-def dec():
-    return speaking_decoder()
-
-
-@pytest.fixture(scope="module")
-def server(dec):
-    with served(dec, max_tokens=200) as running:
-        yield running
+dec, server = served_by(speaking_decoder, max_tokens=200)
 
 
 def refused(body, chat):

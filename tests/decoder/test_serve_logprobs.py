@@ -5,20 +5,11 @@ import torch
 
 from decoder import Decoder, SamplingParams
 
+from ..tiny import byte_tokenizer
 from .conftest import tiny_llama
-from .serving import CHAT, byte_of, name_of, served, speaking_decoder
-from .test_using_it import byte_tokenizer
+from .serving import CHAT, byte_of, name_of, served, served_by, speaking_decoder
 
-
-@pytest.fixture(scope="module")
-def dec():
-    return speaking_decoder()
-
-
-@pytest.fixture(scope="module")
-def server(dec):
-    with served(dec) as running:
-        yield running
+dec, server = served_by(speaking_decoder)
 
 
 def entries(dec, likely):

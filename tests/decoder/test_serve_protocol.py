@@ -6,18 +6,9 @@ import pytest
 from decoder import SamplingParams
 from decoder.prefix_reuse import PrefixReuse
 
-from .serving import CHAT, calling_decoder, served
+from .serving import CHAT, calling_decoder, served, served_by
 
-
-@pytest.fixture(scope="module")
-def dec():
-    return calling_decoder()
-
-
-@pytest.fixture(scope="module")
-def server(dec):
-    with served(dec, max_tokens=200) as running:
-        yield running
+dec, server = served_by(calling_decoder, max_tokens=200)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from decoder import SamplingParams, constraints
 
-from .serving import CHAT, served, speaking_decoder
+from .serving import CHAT, served_by, speaking_decoder
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -47,15 +47,7 @@ ASKING = {
 }
 
 
-@pytest.fixture(scope="module")
-def dec():
-    return speaking_decoder()
-
-
-@pytest.fixture(scope="module")
-def server(dec):
-    with served(dec, max_tokens=400) as running:
-        yield running
+dec, server = served_by(speaking_decoder, max_tokens=400)
 
 
 @pytest.mark.parametrize(("name", "chat"), [(name, index % 2 == 0) for index, name in enumerate(ASKING)])

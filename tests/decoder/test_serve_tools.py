@@ -14,7 +14,7 @@ from decoder.serve.harmony import END, MARKS, HarmonyParts
 from decoder.serve.tool_forms import GRANITE, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, form_of
 
 from .conftest import tiny_llama
-from .serving import QWEN, TEMPLATE, WEATHER, calling_decoder, served, speaking_decoder
+from .serving import QWEN, TEMPLATE, WEATHER, calling_decoder, served, served_by, speaking_decoder
 
 pytest.importorskip("llguidance")
 
@@ -34,15 +34,7 @@ QUIET = {"enable_thinking": False}
 TOWARDS_CALLS = {"256": 14, "257": 12, "260": 10}
 
 
-@pytest.fixture(scope="module")
-def dec():
-    return calling_decoder()
-
-
-@pytest.fixture(scope="module")
-def server(dec):
-    with served(dec, max_tokens=600) as running:
-        yield running
+dec, server = served_by(calling_decoder, max_tokens=600)
 
 
 def checked(calls):

@@ -13,6 +13,7 @@ from decoder.backends.base import AttentionShape
 from decoder.backends.cuda.kernel_check import split_kv_fault
 from decoder.backends.cuda.split_kv import Device, launch_shape, split_kv_attention, unavailable
 from tests.decoder.compile_kernels import GPUS
+from tests.decoder.conftest import some
 from tests.decoder.triton_emulation import repair_emulation
 
 repair_emulation()
@@ -165,7 +166,7 @@ def test_same_call_same_bits():
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16, torch.float64], [torch.bfloat16]))
 def test_the_bits_of_a_result_do_not_depend_on_the_capacity(dtype):
     """One text over buffers of several sizes: neither the number of splits nor their borders may follow from these."""
     for new, cached, mask in ((1, 90, None), (5, 200, random_mask(5))):

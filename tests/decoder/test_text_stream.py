@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 from decoder import Decoder, SamplingParams
 from decoder.text.stream import TextStream
 
+from ..tiny import byte_tokenizer
 from .conftest import tiny_llama
-from .test_using_it import byte_tokenizer
 
 
 @pytest.mark.parametrize("text", ["d\u00e9j\u00e0 vu \u2014 na\u00efve \U0001f40b! " * 12, "plain text, " * 30])

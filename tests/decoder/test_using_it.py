@@ -14,8 +14,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import decoder
 import decoder.__main__ as command
@@ -27,17 +25,9 @@ from decoder.model.loading import read_model
 from decoder.options import parse_tree
 from decoder.text.stream import TextStream
 
+from ..tiny import byte_tokenizer
 from .conftest import VOCAB, all_heads, clocked, finding, random_heads, some, tiny_llama
 from .test_families import EXPERTS, tiny
-
-
-def byte_tokenizer():
-    """One token per byte, so that every accented letter is split over two tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ FAMILIES = {
 SWEPT = ("gemma3_text", "gpt_oss", "llama4_text")
 SWEPT_HERE = [name if name in SWEPT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 METHODS = ("ar", "tokenswift", "medusa", "triforce", "magicdec", "prompt-lookup", "draft-model", "auto")
-LENGTH = 40
+LENGTH = 30
 # Draft caches of fewer tokens than the text has.
 NARROW = TokenSwiftOptions(tree=(2, 2, 1), ngrams=2, budget=24, sink=4)
 

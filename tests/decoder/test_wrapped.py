@@ -13,27 +13,10 @@ from decoder.model import wrapped
 from decoder.model.architectures import refuse_unsupported
 from decoder.model.loading import read_config, read_model
 
-TEXT = dict(
-    vocab_size=48,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=512,
-    sliding_window=512,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=0,
-)
-EXPERTS = dict(
-    num_experts=4,
-    num_local_experts=4,
-    num_experts_per_tok=1,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=16,
-)
+from .test_families import EXPERTS, SHAPE
+
+TEXT = dict(SHAPE, head_dim=8, sliding_window=512, pad_token_id=0)
+ONE_EXPERT = dict(EXPERTS, num_experts_per_tok=1)
 DELTA = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
@@ -54,9 +37,9 @@ WRAPPED = {
         {},
     ),
     "qwen3_5": (DELTA, QWEN_VISION, {}),
-    "qwen3_5_moe": ({**DELTA, **EXPERTS}, QWEN_VISION, dict(tie_word_embeddings=True)),
+    "qwen3_5_moe": ({**DELTA, **ONE_EXPERT}, QWEN_VISION, dict(tie_word_embeddings=True)),
     "llama4": (
-        dict(EXPERTS, intermediate_size_mlp=48, attention_chunk_size=512),
+        dict(ONE_EXPERT, intermediate_size_mlp=48, attention_chunk_size=512),
         dict(VISION, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16),
         {},
     ),

@@ -3,6 +3,9 @@
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from .. import tiny
+from ..tiny import LETTERS
+
 SPECIAL = ["<unk>", "<s>", "</s>", "<|sys|>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["boat", "s", "sail", ".", "a", "é", "n", "'t", "\n", ",", "do"]
@@ -72,14 +75,10 @@ def word_ends():
 
 def byte_level():
     """GPT-2, Llama 3 and Qwen: spaces are letters like others, and a token may end within a character."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     # "a" and the first byte of an accented letter; the last byte of one and a space; the middle of an emoji.
     pieces = ["\u0120boat", "aÃ", "©Ġ", "Ł", "ðŁ", "ĺĢ", "âĢ", "boat"]
-    pieces = [piece for piece in pieces if piece not in letters]
-    tokenizer = Tokenizer(models.BPE(vocab=_vocabulary(letters, pieces), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return _finished(tokenizer)
+    pieces = [piece for piece in pieces if piece not in LETTERS]
+    return _finished(tiny.byte_level(_vocabulary(LETTERS, pieces)))
 
 
 KINDS = {one.__name__: one for one in (llama, gemma, metaspace, word_piece, word_ends, byte_level)}

@@ -6,12 +6,13 @@ import random
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.tiny import LETTERS, SIZES, byte_level
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SONG = "the sea was calm and old ships lay at rest while men sang of home rain fell on every hill"
 WORDS = SONG.split(" ")
-HIDDEN = 32
+HIDDEN = SIZES["hidden_size"]
 EAGLE3 = ["--model.kind=eagle3", "--model.num_heads=2", "--model.distill=true", "--model.sliding_window=8"]
 ARCHITECTURES = Path(__file__).parent / "architectures"
 # Sizes that a test can run; everything else of an architecture stays.
@@ -31,16 +32,8 @@ def make_model(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-5,
-    )
+    sizes = {**SIZES, "bos_token_id": 1, "eos_token_id": 2}
+    config = LlamaConfig(**sizes, vocab_size=len(vocabulary), max_position_embeddings=256, rms_norm_eps=1e-5)
     model = LlamaForCausalLM(config)
     # The final norm's weight is one at birth; a copy of it must show.
     torch.nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)
@@ -52,7 +45,7 @@ def make_random_model(name: str, folder: Path) -> Path:
     """A small random model of the architecture ``name`` (Llama-3.1's for other names) that reads single bytes."""
     path = ARCHITECTURES / f"{name}.json"
     config = json.loads((path if path.exists() else ARCHITECTURES / "llama31.json").read_text())
-    vocabulary = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = ["<eos>", *LETTERS]
     groups = config["num_attention_heads"] // config["num_key_value_heads"]
     config |= {key: value for key, value in SMALL.items() if key in config}
     config |= dict(num_key_value_heads=1 if groups > 1 else 4, vocab_size=len(vocabulary))
@@ -62,10 +55,7 @@ def make_random_model(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     # Byte-level BPE without merges: the kind of tokenizer that these architectures' own classes expect.
-    tokenizer = Tokenizer(models.BPE({entry: i for i, entry in enumerate(vocabulary)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=byte_level(vocabulary), eos_token="<eos>").save_pretrained(folder)
     return folder
 
 
