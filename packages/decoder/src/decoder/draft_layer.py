@@ -53,14 +53,24 @@ class DraftLayer(Drafting, ABC):
         self.embed_tokens = self.lm_head = None
 
     @property
-    @abstractmethod
     def hidden_size(self) -> int:
         """Of the model that it is for."""
+        return self.config.hidden_size
 
     @property
     @abstractmethod
     def num_heads(self) -> int:
         """How many levels it was trained for; where it is conditioned, it serves any number."""
+
+    def take_rotary(self, make: type[nn.Module], config: Any) -> None:
+        """Make the embeddings of positions, which `angles` reads."""
+        # In a tuple they are no submodule: their frequencies keep their precision when the weights are cast.
+        with torch.device("cpu"):
+            self._rotary = (make(config=config),)
+
+    def angles(self, state: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of positions, int64 [1, n], in the dtype of ``state``."""
+        return self._rotary[0](state, positions)
 
     def make_own_head(self) -> nn.Linear:
         """Give it a language-model head of its own, for its draft vocabulary."""
@@ -125,9 +135,9 @@ class RepeatedLayer(DraftLayer):
     """
 
     @property
-    @abstractmethod
     def state_size(self) -> int:
         """d, the size of its states."""
+        return self.config.hidden_size
 
     @abstractmethod
     def advance(

@@ -77,13 +77,7 @@ class DFlashDraftModel(DraftLayer):
         self.fc = nn.Linear(len(shape.target_layers) * d, d, bias=False)
         self.hidden_norm = RMSNorm(d, self.config.rms_norm_eps)
         self.layers, self.norm = model.layers, model.norm
-        # In a tuple it is no submodule: its frequencies keep their precision when the weights are cast.
-        with torch.device("cpu"):
-            self._rotary = (type(model.rotary_emb)(config=self.config),)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
+        self.take_rotary(type(model.rotary_emb), self.config)
 
     @property
     def num_heads(self) -> int:
@@ -106,7 +100,7 @@ class DFlashDraftModel(DraftLayer):
     def entries(self, state: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n, heads of all layers, D] of what `combine` gives for the ``positions`` int64 [n]."""
         dim = self.config.head_dim
-        angles = [one[0, :, None] for one in self._rotary[0](state, positions[None])]
+        angles = [one[0, :, None] for one in self.angles(state, positions[None])]
         attentions: Sequence[Any] = [layer.self_attn for layer in self.layers]
         keys = [each.k_norm(each.k_proj(state).unflatten(-1, (-1, dim))) for each in attentions]
         values = [each.v_proj(state).unflatten(-1, (-1, dim)) for each in attentions]
@@ -126,7 +120,7 @@ class DFlashDraftModel(DraftLayer):
             attend: see `attention_behind`.
         """
         hidden = embedding.to(self.fc.weight.dtype)[None]
-        angles = self._rotary[0](hidden, positions[None])
+        angles = self.angles(hidden, positions[None])
         for number, layer in enumerate(self.layers):
             own = partial(attend, number)
             hidden = layer(hidden, attention_mask=None, position_embeddings=angles, attend=own)

@@ -109,12 +109,7 @@ class Eagle3DraftModel(RepeatedLayer):
         # Slow to import, and needed here alone.
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        # In a tuple it is no submodule: its frequencies keep their precision when the weights are cast.
-        with torch.device("cpu"):
-            self._rotary = (LlamaRotaryEmbedding(_rotary_config(config)),)
-
-    def _cos_sin(self, state: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rotary[0](state, positions.reshape(1, -1))
+        self.take_rotary(LlamaRotaryEmbedding, _rotary_config(config))
 
     @property
     def hidden_size(self) -> int:
@@ -132,10 +127,6 @@ class Eagle3DraftModel(RepeatedLayer):
     @property
     def entry_shape(self) -> EntryShape:
         return EntryShape(self.config.kv_heads, self.config.head_dim, self.config.head_dim)
-
-    @property
-    def state_size(self) -> int:
-        return self.config.hidden_size
 
     def extra_repr(self) -> str:
         return f"levels={self.config.levels}, target_layers={self.target_layers}"
@@ -223,7 +214,7 @@ class Eagle3DraftModel(RepeatedLayer):
         value = attention.v_proj(read).unflatten(-1, (config.kv_heads, config.head_dim))
         if attention.q_norm is not None and attention.k_norm is not None:
             query, key = attention.q_norm(query), attention.k_norm(key)
-        cos, sin = self._cos_sin(state, positions)
+        cos, sin = self.angles(state, positions.reshape(1, -1))
         cos, sin = (one.view(*positions.shape, 1, config.head_dim) for one in (cos, sin))
         residual = normalised if config.norm_before_residual else state
         return rotated(query, cos, sin), rotated(key, cos, sin), value, residual

@@ -62,23 +62,13 @@ class MtpModule(RepeatedLayer):
         self.layers = decoder.layers
         self.norm = decoder.norm
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = deepcopy(decoder.norm), deepcopy(decoder.norm)
-        # In a tuple it is no submodule: its frequencies keep their precision when the weights are cast.
-        with torch.device("cpu"):
-            self._rotary = (type(decoder.rotary_emb)(config=config),)
+        self.take_rotary(type(decoder.rotary_emb), config)
         if {name for name, _ in self._layer.named_children()} != _PARTS:
             raise ValueError(f"layers of {config.model_type} have other parts than {', '.join(sorted(_PARTS))}")
 
     @property
     def _layer(self) -> Any:
         return self.layers[0]
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def state_size(self) -> int:
-        return self.config.hidden_size
 
     @property
     def num_heads(self) -> int:
@@ -131,10 +121,9 @@ class MtpModule(RepeatedLayer):
 
     def _attended(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The output of attention, [1, n, d]."""
-        angles = self._rotary[0](hidden, positions[None])
         output, _ = self._layer.self_attn(
             hidden_states=self._layer.input_layernorm(hidden),
-            position_embeddings=angles,
+            position_embeddings=self.angles(hidden, positions[None]),
             attention_mask=None,
             attend=attend,
         )
