@@ -6,9 +6,9 @@ engine's own: decoding and prefill apart.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from decoder.parts import ending_in_words, linked, whole_lines
 from ts_eval import defaults, metrics
 from ts_eval.commands.run_file import write_run_file
+from ts_eval.comparing.asked import AskedOfMany, Say, silent
 from ts_eval.comparing.checks import audits, differing, divergence_margin, tie_tolerance
 from ts_eval.comparing.on_cluster import cluster_of, generate_on
 from ts_eval.comparing.processes import working_beside
@@ -27,14 +28,8 @@ from ts_eval.comparing.summary import summarise
 
 WAIT_SECONDS = 1.0
 
-Say = Callable[[str], None]
 
-
-def _silent(sentence: str) -> None:
-    pass
-
-
-def compare(methods: Sequence[str], *, say: Say = _silent, **settings) -> dict | None:
+def compare(methods: Sequence[str], *, say: Say = silent, **settings) -> dict | None:
     """Run ``methods`` against ``ar`` and write ``output/results.json``; returns its content.
 
     ``settings`` are the fields of `Experiment`, which also says what is raised; ``say`` is called with a sentence for
@@ -44,35 +39,23 @@ def compare(methods: Sequence[str], *, say: Say = _silent, **settings) -> dict |
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """What is compared, how, and where it goes.
+class Experiment(AskedOfMany):
+    """What is compared, how, and where it goes; ``ar`` is put first when it is not among the methods.
 
     Args:
-        methods: specifications as in `MethodSpec`; ``ar`` is put first when it is not among them.
-        model: folder or hub id; None takes the reference model of the data folder, with its heads and draft model.
-        heads: one checkpoint for every method, or METHOD=CHECKPOINT pairs.
-        draft_model: folder or hub id of the model that drafts for ``triforce`` and ``hf-assisted``.
         endpoint: address of a server that speaks OpenAI's protocol and has the same model, for one more row.
-        prompts: text file (one prompt), .jsonl(.gz), or hub dataset, with its split if that is not test
-            (owner/name:split); None takes the shipped PG-19 test books.
-        prompt_tokens: the first so many tokens of each prompt; None takes the whole text, but 1,024 of a book that is
-            shipped or on the hub.
         max_new_tokens: tokens to generate, end-of-text ignored.
         sanitize_control_tokens: whether control tokens in the messages of chats are text, as in `decoder.load`.
-        num_prompts: at most so many prompts; None takes all of a file, one of the shipped books or of a hub dataset.
         runs: generations per method and prompt; run r (from 0) uses the seed ``seed`` + r.
         batch: how many of a row's generations are decoded together, taken run by run and prompt by prompt;
             rows that are not decoded here take them one at a time.
-        device, dtype, bitwise, yarn: as in `decoder.load`; of bitwise None is "auto".
-        sampling: fields of `decoder.SamplingParams` over the defaults temperature 1, min-p 0.1, penalty 1.2 over 1,024.
+        yarn: as in `decoder.load`.
         options: fields of `decoder.TokenSwiftOptions` for every method; a method's own come first.
         marks: numbers of new tokens at which latency and speed-up are told; None takes five equal steps.
         embedding_model: folder or hub id of an encoder, for the semantic diversity of the texts.
         audit: score all texts of ours again with the plain model, to their end, so that a fault of all methods alike is
             found too; and keep all tokens' log-probabilities, to compare them with ar's.
         output: folder; what was generated in it is kept and not generated again.
-        data_dir: the data folder; None finds the checkout's.
-        overwrite: drop what other settings left in ``output`` instead of refusing.
         extend: add rows and runs to what others with the same settings have left in ``output``; the results are of
             these rows and runs alone.
         processes: how many processes share the prompts and runs, each on a CUDA device of its own where there are
@@ -80,9 +63,6 @@ class Experiment:
         rank: which of the ``processes`` this one is, when a launcher such as torchrun has started them all; None
             starts the others itself. Only rank 0 writes results.
         tensor_parallel: whether the processes that torchrun has started share the model, and not the prompts.
-        ray: address of a Ray cluster whose processes share the prompts and runs; ``auto`` starts Ray on this machine.
-        ray_actors, ray_cpus, ray_gpus: how many processes, and of each the processors and threads, and GPUs.
-        arguments: the command line, for the record.
 
     Raises (from `run`):
         ValueError, OSError: an argument that does not fit or a file that is missing; nothing has been written.
@@ -90,42 +70,23 @@ class Experiment:
         OSError, MemoryError: the disk is full or the memory too small; what was generated is kept.
     """
 
-    methods: tuple[str, ...] = field(kw_only=False)
-    model: str | None = None
-    heads: Sequence[str] = ()
-    draft_model: str | None = None
     endpoint: str | None = None
-    prompts: str | None = None
-    prompt_tokens: int | None = None
     max_new_tokens: int = defaults.MAX_NEW_TOKENS
     sanitize_control_tokens: bool = False
-    num_prompts: int | None = None
     runs: int = defaults.RUNS
-    seed: int = 0
     batch: int = 1
-    device: str = "auto"
-    dtype: str = "auto"
-    bitwise: bool | None = None
     yarn: float | None = None
-    sampling: dict | None = None
     options: dict | None = None
     marks: Sequence[int] | None = None
     embedding_model: str | None = None
     audit: bool = False
     output: str | Path = defaults.OUTPUT
-    data_dir: str | Path | None = None
-    overwrite: bool = False
     extend: bool = False
     processes: int = 1
     rank: int | None = None
     tensor_parallel: bool = False
-    ray: str | None = None
-    ray_actors: int = 1
-    ray_cpus: int = 1
-    ray_gpus: float = 0
-    arguments: Sequence[str] | None = None
 
-    def run(self, say: Say = _silent) -> dict | None:
+    def run(self, say: Say = silent) -> dict | None:
         """Generate what is missing and write the results, which are returned; None from ranks other than 0."""
         if self.tensor_parallel:
             with in_step(self) as (own, rank), linked(), ending_in_words():

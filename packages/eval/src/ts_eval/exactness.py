@@ -7,7 +7,7 @@ its own. Where an engine samples, a chi-square test tells as well whether it dra
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +17,7 @@ import decoder
 from ts_eval import defaults
 from ts_eval.compare import Experiment, keeping
 from ts_eval.comparing import draws, llama_cpp
+from ts_eval.comparing.asked import AskedOfMany, Say, silent
 from ts_eval.comparing.decoders import Sources
 from ts_eval.comparing.intervals import weighted_median
 from ts_eval.comparing.method_spec import MethodSpec, plain_row, row_names
@@ -30,10 +31,8 @@ from ts_eval.comparing.summary import first_divergence
 SCHEMA_VERSION = 1
 RESULTS, PAGE = "exactness.json", "exactness.md"
 
-Say = Callable[[str], None]
 
-
-def exactness(methods: Sequence[str] = (), *, say: Say = lambda sentence: None, **settings) -> dict:
+def exactness(methods: Sequence[str] = (), *, say: Say = silent, **settings) -> dict:
     """Generate and compare as ``settings``, the fields of `Exactness`, say; returns what exactness.json holds.
 
     Without ``methods`` it is every row whose heads, draft model or package are at hand. Raises as `Exactness.run`.
@@ -41,42 +40,21 @@ def exactness(methods: Sequence[str] = (), *, say: Say = lambda sentence: None, 
     return Exactness(tuple(methods), **settings).run(say)
 
 
-@dataclass(frozen=True)
-class Exactness:
-    """Which engines are asked for what. Fields that are not named here are those of `compare.Experiment`.
+@dataclass(frozen=True, kw_only=True)
+class Exactness(AskedOfMany):
+    """Which engines are asked for what.
 
     Args:
-        methods: specifications as in `MethodSpec`.
         max_new_tokens: of a text.
         sampling: fields of `decoder.SamplingParams` of the sampled texts; greedy ones have temperature 0, and the draws
             no penalty.
         draws: texts of other seeds for the chi-square test; 0 leaves it out.
         output: folder; what was generated in it is kept and not generated again.
-        overwrite: drop what other settings left there.
     """
 
-    methods: tuple[str, ...]
-    model: str | None = None
-    heads: Sequence[str] = ()
-    draft_model: str | None = None
-    prompts: str | None = None
-    prompt_tokens: int | None = None
-    num_prompts: int | None = None
     max_new_tokens: int = defaults.EXACTNESS_NEW_TOKENS
-    seed: int = 0
     draws: int = defaults.EXACTNESS_DRAWS
-    device: str = "auto"
-    dtype: str = "auto"
-    bitwise: bool | None = None
-    sampling: dict | None = None
     output: str | Path = defaults.EXACTNESS_OUTPUT
-    data_dir: str | Path | None = None
-    ray: str | None = None
-    ray_actors: int = 1
-    ray_cpus: int = 1
-    ray_gpus: float = 0
-    overwrite: bool = False
-    arguments: Sequence[str] | None = None
 
     def run(self, say: Say) -> dict:
         """Generate what is missing, and write exactness.json and exactness.md.
@@ -132,12 +110,9 @@ class Exactness:
         return [spec.text for spec in specs if spec.text not in lacking]
 
     def _experiment(self, part: str, methods: Sequence[str], sampling: dict, **changed) -> Experiment:
-        same = ("model", "heads", "draft_model", "prompts", "prompt_tokens", "num_prompts", "max_new_tokens", "seed",
-                "device", "dtype", "bitwise", "data_dir", "overwrite", "arguments", "ray", "ray_actors", "ray_cpus",
-                "ray_gpus")  # fmt: skip
-        fields = {name: getattr(self, name) for name in same}
-        fields |= {"runs": 1, "sampling": sampling, "output": Path(self.output) / part} | changed
-        return Experiment(tuple(methods), **fields)
+        same = {field.name: getattr(self, field.name) for field in fields(AskedOfMany)}
+        same |= {"methods": tuple(methods), "sampling": sampling, "max_new_tokens": self.max_new_tokens, "runs": 1}
+        return Experiment(**same | {"output": Path(self.output) / part} | changed)
 
     def _generate(
         self, experiment: Experiment, say: Say, change: Callable[[Setup], Setup] | None = None

@@ -4,7 +4,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -17,6 +17,7 @@ import decoder
 from decoder.parts import chat_ids, dtype_name, text_ids
 from ts_eval import defaults
 from ts_eval.commands.terminal import Columns
+from ts_eval.comparing.asked import Asked, Say, refuse_outside, silent
 from ts_eval.comparing.data_dir import find_data_dir
 from ts_eval.comparing.decoders import Sources, with_ar
 from ts_eval.comparing.method_spec import MethodSpec
@@ -39,8 +40,6 @@ CUE = "The pass phrase is:"
 SPARE_TOKENS = 32
 """By how many tokens a prompt may at most be longer than its length: words are cut anew where texts meet."""
 QUESTION = "What is the pass phrase that this text gives? Answer with the pass phrase alone."
-
-Say = Callable[[str], None]
 
 
 def pass_phrase(seed: int) -> str:
@@ -90,7 +89,7 @@ def phrase_logprob(
     return sum(found.values()) / len(phrase)
 
 
-def needle(methods: Sequence[str] = (), *, say: Say = lambda sentence: None, **settings) -> dict:
+def needle(methods: Sequence[str] = (), *, say: Say = silent, **settings) -> dict:
     """Hide and ask as ``settings``, the fields of `Needle`, say; returns what needle.json holds.
 
     Without ``methods`` it is auto beside ar. Raises as `Needle.run`.
@@ -98,44 +97,30 @@ def needle(methods: Sequence[str] = (), *, say: Say = lambda sentence: None, **s
     return Needle(tuple(methods) or ("auto",), **settings).run(say)
 
 
-@dataclass(frozen=True)
-class Needle:
-    """What is hidden where, and who is asked.
+@dataclass(frozen=True, kw_only=True)
+class Needle(Asked):
+    """What is hidden where, and who is asked: `ar` always; all answer greedily.
 
     Args:
-        methods: specifications as in `MethodSpec`, `ar` always with them; all answer greedily.
-        prompts: as in `compare.Experiment`, as are all fields that are not named here; texts are read one behind the
-            other.
+        prompts: texts that are read one behind the other.
         lengths: tokens of text, hidden sentence and question together, reached to within a few.
         depths: shares of the text before the sentence, in [0, 1].
         phrases: how many are hidden at each place, one after the other; more are added to those in ``output``.
         max_new_tokens: of an answer.
         seed: of the first pass phrase; phrase i, from 0, has ``seed`` + i.
+        yarn: as in `decoder.load`.
         options: fields of `decoder.TokenSwiftOptions` for all methods, such as ``kv_dtype``.
         output: folder; what was asked with the same settings is taken over from it.
         overwrite: ask again, whatever the folder holds.
-        arguments: the command line, for the record.
     """
 
-    methods: tuple[str, ...]
-    model: str | None = None
-    heads: Sequence[str] = ()
-    draft_model: str | None = None
-    prompts: str | None = None
     lengths: Sequence[int] = defaults.NEEDLE_LENGTHS
     depths: Sequence[float] = defaults.NEEDLE_DEPTHS
     phrases: int = defaults.NEEDLE_PHRASES
     max_new_tokens: int = defaults.NEEDLE_NEW_TOKENS
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
-    bitwise: bool | None = None
     yarn: float | None = None
     options: dict | None = None
     output: str | Path = defaults.NEEDLE_OUTPUT
-    data_dir: str | Path | None = None
-    overwrite: bool = False
-    arguments: Sequence[str] | None = None
 
     def run(self, say: Say) -> dict:
         """Hide and ask; the file is written anew with each length, depth and phrase.
@@ -146,9 +131,7 @@ class Needle:
         """
         self._refuse_wrong_numbers()
         specs = with_ar(self.methods)
-        theirs = next((spec.name for spec in specs if spec.is_outside), None)
-        if theirs:
-            raise ValueError(f"{theirs} is not decoded here: name methods of ts-eval's own")
+        refuse_outside(specs, ": name methods of ts-eval's own")
         options = {spec.text: decoder.TokenSwiftOptions(**{**(self.options or {}), **spec.options}) for spec in specs}
         sources = Sources.find(specs, self.model, self.heads, self.draft_model, self.data_dir)
         books = self.prompts or str(find_data_dir(self.data_dir) / SHIPPED)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 import decoder
 from decoder.parts import TextStream
 from ts_eval import metrics
+from ts_eval.comparing.asked import Say
 from ts_eval.comparing.endpoint import Timing
 from ts_eval.comparing.generation import (
     can_continue,
@@ -32,8 +33,6 @@ from ts_eval.comparing.summary import timed_tokens
 WARM_UP_PROMPT_TOKENS = 256
 WARM_UP_NEW_TOKENS = 16
 IN_PROGRESS = "in-progress"
-
-Say = Callable[[str], None]
 
 
 @contextmanager

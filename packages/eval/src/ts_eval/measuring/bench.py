@@ -1,7 +1,7 @@
 """What a step costs on this machine and how near that is to its memory's speed: `ts-eval bench`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import decoder
 from decoder.drafters import METHODS
 from decoder.parts import available_memory, dtype_name
 from ts_eval import defaults
+from ts_eval.comparing.asked import Asked, Say, refuse_outside, silent
 from ts_eval.comparing.data_dir import find_data_dir
 from ts_eval.comparing.decoders import Sources, with_ar
 from ts_eval.comparing.method_spec import NEED_DRAFT_MODEL, MethodSpec
@@ -24,23 +25,18 @@ SCHEMA_VERSION = 2
 RESULTS = "bench.json"
 PLOT = "bench.png"
 
-Say = Callable[[str], None]
 
-
-def bench(methods: Sequence[str] = (), *, say: Say = lambda sentence: None, **settings) -> dict:
+def bench(methods: Sequence[str] = (), *, say: Say = silent, **settings) -> dict:
     """Measure what ``settings``, the fields of `Bench`, ask for; returns what `save` writes. Raises as `Bench.run`."""
     return Bench(tuple(methods), **settings).run(say)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """What is measured, and how often.
+@dataclass(frozen=True, kw_only=True)
+class Bench(Asked):
+    """What is measured, and how often; `ar` always, and without methods all of ours whose parts are at hand.
 
     Args:
-        methods: specifications as in `MethodSpec`, `ar` always with them; none takes all of ours whose parts are at
-            hand.
-        model, heads, draft_model, prompts, sanitize_control_tokens, device, dtype, bitwise, sampling, options,
-            data_dir: as in `compare.Experiment`.
+        sanitize_control_tokens, options: as in `compare.Experiment`.
         prompt_tokens: of the first prompt, from which the generations go on.
         new_tokens: of each generation.
         lengths: tokens of text over which passes are timed.
@@ -52,32 +48,18 @@ class Bench:
         tokens_per_step: as in `computed.read_assumptions`; the time of a whole text is computed from them.
         output: folder; figures in it that were measured with the same settings are taken over.
         overwrite: measure again, whatever the folder holds.
-        arguments: the command line, for the record.
     """
 
-    methods: tuple[str, ...] = ()
-    model: str | None = None
-    heads: Sequence[str] = ()
-    draft_model: str | None = None
-    prompts: str | None = None
     sanitize_control_tokens: bool = False
     prompt_tokens: int = defaults.BENCH_PROMPT_TOKENS
     new_tokens: int = defaults.BENCH_NEW_TOKENS
     lengths: Sequence[int] = defaults.BENCH_LENGTHS
     widths: Sequence[int] = defaults.BENCH_WIDTHS
     repeats: int = defaults.BENCH_REPEATS
-    seed: int = 0
     random_weights: str | None = None
     tokens_per_step: Sequence[str] = ()
-    device: str = "auto"
-    dtype: str = "auto"
-    bitwise: bool | None = None
-    sampling: dict | None = None
     options: dict | None = None
     output: str | Path = defaults.BENCH_OUTPUT
-    data_dir: str | Path | None = None
-    overwrite: bool = False
-    arguments: Sequence[str] | None = None
 
     def run(self, say: Say) -> dict:
         """Measure.
@@ -175,9 +157,7 @@ class Bench:
     def _rows(self) -> tuple[list[MethodSpec], Sources]:
         """The rows and what they run with; when none were asked for, those that do not lack heads or draft model."""
         specs = with_ar(self.methods or decoder.methods())
-        theirs = next((spec.name for spec in specs if spec.is_outside), None)
-        if theirs:
-            raise ValueError(f"{theirs} is not decoded here and cannot be taken apart: compare times it")
+        refuse_outside(specs, " and cannot be taken apart: compare times it")
         if self.random_weights is None:
             sources = Sources.find(specs, self.model, self.heads, self.draft_model, self.data_dir)
         else:

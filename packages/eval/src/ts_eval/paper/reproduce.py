@@ -6,7 +6,7 @@ each text is generated once.
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from decoder.options import MIN_BUDGET, PAPER_NGRAMS, PAPER_TREE
 from ts_eval.compare import compare
+from ts_eval.comparing.asked import Say, silent
 from ts_eval.comparing.decoders import Sources
 from ts_eval.comparing.method_spec import MethodSpec
 from ts_eval.comparing.results import write_text
@@ -26,8 +27,6 @@ from ts_eval.report.table import describe, sampling_in_words
 SHORTEST = 16
 DISTINCT = tuple(f"distinct{n}" for n in ("1", "2", "3", "4", ""))
 FIGURES = ("alpha", "beta", "x", "ar_minutes", "minutes", *DISTINCT, "loop_start", "repeated_share")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,7 @@ class Cell:
         return re.sub(r"[^\w./]+", "-", words.replace(",", ""))
 
 
-def reproduce(
-    names: Sequence[str], scale: float, output: Path, say: Say = lambda sentence: None, **settings
-) -> Iterator[str]:
+def reproduce(names: Sequence[str], scale: float, output: Path, say: Say = silent, **settings) -> Iterator[str]:
     """Run experiments of `paper.targets`, and yield each one's page, which is written to ``output`` as `page_name`.
 
     Texts lie in folders below ``output/texts``; finished ones, and parts of others, are taken over from there.
