@@ -24,7 +24,7 @@ from decoder.stats import Statistics
 from .conftest import VOCAB, all_heads, clocked, finding, some, tiny_llama
 
 LENGTHS = (1, 40, 7, 13, 33, 22, 5, 2)
-NEW = (30, 20, 30, 40, 50, 60, 70, 0)
+NEW = (20, 14, 30, 26, 32, 38, 44, 0)
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def pair(model):
 
 @pytest.fixture(scope="module")
 def plain(pair, prompt):
-    return {name: pair.generate(prompt, 120, "ar", sampling).token_ids for name, sampling in SAMPLINGS.items()}
+    return {name: pair.generate(prompt, 80, "ar", sampling).token_ids for name, sampling in SAMPLINGS.items()}
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def plain(pair, prompt):
 def test_the_text_is_plain_decodings(pair, prompt, plain, monkeypatch, name, tree, coupled):
     clocked(monkeypatch, 0.01)
     options = TokenSwiftOptions(tree=TREES[tree], coupled=coupled)
-    out = pair.generate(prompt, 120, "draft-model", SAMPLINGS[name], options)
+    out = pair.generate(prompt, 80, "draft-model", SAMPLINGS[name], options)
     assert out.token_ids == plain[name]
     assert out.stats.accepted_by_source.keys() == {"draft model"}
     if coupled:
-        assert out.stats.steps < 80
+        assert out.stats.steps < 54
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3])

@@ -29,39 +29,29 @@ ELSEWHERE = (
 )
 
 
-@pytest.fixture
-def file(hf_model, tmp_path):  # noqa: F811
-    path = tmp_path / "a.gguf"
+@pytest.fixture(scope="module")
+def file(hf_model, tmp_path_factory):  # noqa: F811
+    path = tmp_path_factory.mktemp("model") / "a.gguf"
     write_gguf(path, hf_model, gguf.GGMLQuantizationType.Q8_0)
     return str(path)
 
 
-def test_nothing_is_imported_that_the_model_does_not_need_and_no_cycles_are_looked_for(file):
-    code = f"""
+def _told(code: str, *arguments: str) -> dict:
+    """What a program prints as JSON in its last line."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+_RUN = """
 import gc, json, sys
 from decoder.__main__ import main
-status = main(["run", "--model", {file!r}, "--chat", "he", "--max-new-tokens", "1"])
-told = dict(status=status, imported=[name for name in {ELSEWHERE} if name in sys.modules])
-print(json.dumps(told | dict(searches=gc.get_stats()[2]["collections"])), file=sys.stderr)
+status = main(["run", "--model", sys.argv[1], "--chat", "he", "--max-new-tokens", "1"])
+imported = [name for name in sys.argv[2:] if name in sys.modules]
+searches = gc.get_stats()[2]["collections"]
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    told = json.loads(done.stderr.splitlines()[-1])
-    assert (told["status"], told["imported"]) == (0, []), done.stderr
-    # Of all objects. While PyTorch and transformers are imported there would be half a dozen.
-    assert told["searches"] <= 2
-
-
-def _told(code: str) -> dict:
-    """What a program prints as JSON."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
+# In the same process, when the text is there.
 _LEFT_OUT = """
-import json, sys
-from decoder.cli.importing import import_transformers
-import_transformers()
 missing = not {"torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys()
 import torch, transformers
 from transformers import masking_utils
@@ -74,7 +64,10 @@ sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_lay
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 asked = dict(mask_function=lambda b, h, q, k: k <= q, use_vmap=True, allow_is_causal_skip=False)
 mask = masking_utils.sdpa_mask(1, 8, 8, **asked)
-print(json.dumps(dict(
+print("\\n" + json.dumps(dict(
+    status=status,
+    imported=imported,
+    searches=searches,
     missing=missing,
     models=set(read.__all__) == set(transformers.models.__all__),
     logits=bool(torch.allclose(model(ids).logits[:, :4], model(ids[:, :4]).logits, atol=1e-5)),
@@ -94,9 +87,22 @@ print(json.dumps(dict(usual=masks.TransformGetItemToIndex.__module__, alone=not 
 """
 
 
+@pytest.fixture(scope="module")
+def told(file):
+    """What a process tells that has run the command."""
+    return _told(_RUN + _LEFT_OUT, file, *ELSEWHERE)
+
+
+def test_nothing_is_imported_that_the_model_does_not_need_and_no_cycles_are_looked_for(told):
+    assert (told["status"], told["imported"]) == (0, [])
+    # Of all objects. While PyTorch and transformers are imported there would be half a dozen.
+    assert told["searches"] <= 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is left out beside a CUDA device")
-def test_what_is_left_out_of_transformers_is_there_when_it_is_asked_for():
-    assert _told(_LEFT_OUT) == dict(
+def test_what_is_left_out_of_transformers_is_there_when_it_is_asked_for(told):
+    of_run = ("status", "imported", "searches")
+    assert {name: value for name, value in told.items() if name not in of_run} == dict(
         **dict.fromkeys(("missing", "models", "logits", "mask", "alone"), True),
         index="torch._dynamo._trace_wrapped_higher_order_op",
         compiler="torch._dynamo.decorators",

@@ -182,10 +182,10 @@ def assert_equal_to_ar(decoders, draw, monkeypatch):
 def test_any_gamma_and_kind(model, prompt, num_heads, kind):
     dec = Decoder(model, heads=random_heads(model, num_heads, kind))
     sampling = SamplingParams(seed=5, repetition_penalty=1.2)
-    expected = dec.generate(prompt, 60, "ar", sampling).token_ids
+    expected = dec.generate(prompt, 40, "ar", sampling).token_ids
     options = TokenSwiftOptions(tree=(2, 2, 1, 1, 1, 1, 1))
     for method, levels in (("tokenswift", num_heads + 1), ("medusa", num_heads)):
-        out = dec.generate(prompt, 60, method, sampling, options)
+        out = dec.generate(prompt, 40, method, sampling, options)
         assert out.token_ids == expected
         assert len(out.stats.accepted_by_depth) >= levels
 

@@ -319,14 +319,6 @@ def no_compiler(monkeypatch):
 
 
 @needs_native
-def test_it_is_compiled_once_and_found_without_a_compiler(uncompiled, monkeypatch):
-    assert native.available()
-    assert len(list((uncompiled / "tokenswift-decoder").iterdir())) == 1
-    no_compiler(monkeypatch)
-    assert native.available()
-
-
-@needs_native
 def test_one_that_cannot_be_opened_is_made_again(quickly, monkeypatch):
     """Cut short when the machine went down, say. A name that is open already would be taken for that library."""
     opened, folder = native._opened, quickly / "tokenswift-decoder"
@@ -355,14 +347,18 @@ def test_where_there_is_no_place_to_keep_it_it_is_made_for_the_process(quickly, 
 
 
 @needs_native
-def test_the_second_compiler_is_tried_where_the_first_fails(uncompiled, monkeypatch):
+def test_the_second_compiler_is_tried_where_the_first_fails_and_none_is_needed_again(uncompiled, monkeypatch):
     broken, which = uncompiled / "broken-cc", native.shutil.which
     broken.write_text("#!/bin/sh\necho 'error: \xe9 what is a vector' >&2\nexit 1\n", encoding="latin-1")
     broken.chmod(0o755)
     found = {"gcc": str(broken), "cc": which("cc") or which("gcc")}
     monkeypatch.setattr(native.shutil, "which", found.get)
     assert native.available()
+    assert len(list((uncompiled / "tokenswift-decoder").iterdir())) == 1
     found["cc"] = None
+    with monkeypatch.context() as patch:
+        no_compiler(patch)
+        assert native.available()
     (native.cache_folder() / f"native-{native._key(None)}.so").unlink()
     assert "broken-cc failed: error: " in native._loaded()
 

@@ -58,11 +58,16 @@ def test_a_stream_is_the_generation_in_pieces(speaking):
     assert whole.finish_reason == "length"
 
 
-def test_a_program_may_end_while_a_stream_is_open(folders):
+def test_a_program_finds_all_names_and_may_end_while_a_stream_is_open(folders):
     """No traceback then, although the interpreter closes the stream when PyTorch's modules are already gone."""
     program = f"""
+import sys
 import decoder
-dec = decoder.load({str(folders / "model")!r}, prefix_cache_bytes=10**6)
+assert "torch" not in sys.modules
+decoder.decoder, decoder.audit.__call__
+from decoder import *
+assert "audit" in dir(decoder) and constraints.choice and load is decoder.load and Decoder
+dec = load({str(folders / "model")!r}, prefix_cache_bytes=10**6)
 stream = dec.stream([1, 2, 3], 20)
 next(stream)
 """
