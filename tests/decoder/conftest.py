@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import decoder.__main__ as command
-from decoder import Decoder, DraftHeads
+from decoder import Decoder, DraftHeads, SamplingParams
 from decoder.backends import faults, kept_tests
 from decoder.backends.cuda import attention_check, bitwise_split_kv, kernel_check, rotary, split_kv
 from decoder.backends.cuda.backend import CudaBackend
@@ -21,6 +21,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.model import target
+from decoder.sequence import Sequence
 
 from ..tiny import SIZES
 from .tape import eager_attention, eager_attention_by_position, eager_rotation
@@ -157,6 +158,22 @@ def with_recorder(dec, recorder):
 @pytest.fixture(scope="session")
 def prompt():
     return torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def assert_preempted_as_alone(dec, room, options, monkeypatch):
+    """Of three texts that go to the model's last position one waits again, and each is the one that it is alone.
+
+    There are ``room`` bytes for caches, enough for all of them to begin and for two of them at their end.
+    """
+    texts, params = [list(range(count)) for count in (20, 24, 28)], [SamplingParams(seed=seed) for seed in range(3)]
+    whole = [dec.generate(text, None, "ar", own).token_ids for text, own in zip(texts, params, strict=True)]
+    found, preempt = [], Sequence.preempt
+    monkeypatch.setattr(Sequence, "preempt", lambda sequence: (found.append(sequence), preempt(sequence)))
+    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
+    monkeypatch.setattr("decoder.admission.available_memory", lambda device: room / 0.6)
+    outs = dec.generate_batch(texts, None, "medusa", params, options)
+    assert [out.token_ids for out in outs] == whole
+    assert found
 
 
 def finding(result):

@@ -20,9 +20,8 @@ from decoder.drafters.tuning.level_policy import Expected, LevelPolicy
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.heads import kind_in
 from decoder.sampling.sampler import Sampler
-from decoder.sequence import Sequence
 
-from .conftest import VOCAB, drafted_levels, random_heads, tiny_llama
+from .conftest import VOCAB, assert_preempted_as_alone, drafted_levels, random_heads, tiny_llama
 from .test_families import tiny
 
 IDS, LAYERS, BLOCK, MASK = [0, 2], (1, 3), 6, 47
@@ -263,21 +262,14 @@ def test_a_kept_prefix_is_gone_on_from(target_model, monkeypatch):
 
 
 def test_a_preempted_text_is_read_again_from_its_beginning(monkeypatch):
-    """There is room for two of three texts at their end; plans count the entries of all layers."""
-    positions, found, preempt = 96, [], Sequence.preempt
+    """Plans count the entries of all layers."""
+    positions = 96
     dec = Decoder(tiny_llama(num_hidden_layers=4, max_position_embeddings=positions), heads=draft_model())
-    texts, params = [list(range(count)) for count in (20, 24, 28)], [SamplingParams(seed=seed) for seed in range(3)]
-    whole = [dec.generate(text, None, "ar", own).token_ids for text, own in zip(texts, params, strict=True)]
-    monkeypatch.setattr(Sequence, "preempt", lambda sequence: (found.append(sequence), preempt(sequence)))
-    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
     entry = DraftLayerCache.entry_bytes(dec.heads["dflash"])
     assert entry == 2 * 2 * (8 + 8) * 8  # layers, heads, keys and values, bytes
     beside = dec.target.beside_bytes(positions) + DraftLayerCache.planned_bytes(dec.heads["dflash"], positions)
-    room = (dec.target.kv_bytes * 400 + 3 * beside) / 0.6  # of 480 positions, a draft cache of 64 for each included
-    monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
-    outs = dec.generate_batch(texts, None, "medusa", params, TREE)
-    assert [out.token_ids for out in outs] == whole
-    assert found
+    room = dec.target.kv_bytes * 400 + 3 * beside  # of 480 positions, a draft cache of 64 for each included
+    assert_preempted_as_alone(dec, room, TREE, monkeypatch)
 
 
 def test_all_levels_cost_one_pass():

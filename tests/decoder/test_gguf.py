@@ -63,6 +63,24 @@ def permuted(weight, heads):
     return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
+def add_tokenizer(writer, pre):
+    """The fields of `published_tokenizer`, without its end tokens."""
+    tokens = vocabulary()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in MERGES])
+
+
+def finish(writer):
+    """Write the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_gguf(path, model, kind=gguf.GGMLQuantizationType.F32, pre="smollm", architecture="llama", more=()):
     """Write ``model`` as llama.cpp's converter does, matrices as ``kind``; returns the weights that are then in it."""
     config = model.config
@@ -78,12 +96,7 @@ def write_gguf(path, model, kind=gguf.GGMLQuantizationType.F32, pre="smollm", ar
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(config.head_dim)
-    tokens = vocabulary()
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in MERGES])
+    add_tokenizer(writer, pre)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(1)
     writer.add_eot_token_id(2)
@@ -115,10 +128,7 @@ def write_gguf(path, model, kind=gguf.GGMLQuantizationType.F32, pre="smollm", ar
         if heads is not None:
             back = back.view(heads, -1, 2, back.shape[-1]).transpose(1, 2).reshape(back.shape)
         stored[name] = back
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return stored
 
 
@@ -279,8 +289,5 @@ def test_the_missing_package_is_named(plain_file, tmp_path, monkeypatch):
     path = tmp_path / "rare.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("a", np.zeros((1, 66), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     refused(path, "pip install gguf")

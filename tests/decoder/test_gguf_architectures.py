@@ -16,8 +16,8 @@ from decoder.model.gguf.config import read_config
 from decoder.model.gguf.file import open_gguf
 from decoder.model.gguf.weights import check_shapes, state_dict
 from tests.decoder.recurrent_models import DELTA as RECURRENT_DELTA
-from tests.decoder.test_gguf import MERGES, SPECIAL, permuted, vocabulary
 from tests.decoder.test_gguf import SIZES as OF_LLAMA
+from tests.decoder.test_gguf import add_tokenizer, finish, permuted, vocabulary
 
 SIZES = dict(OF_LLAMA, max_position_embeddings=128, tie_word_embeddings=False)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
@@ -224,12 +224,7 @@ def written(path, model, architecture, keys, more=None, kind=gguf.GGMLQuantizati
             list: writer.add_array,
         }
         add[type(value)](f"{architecture}.{key}", value)
-    tokens = vocabulary()
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in MERGES])
+    add_tokenizer(writer, "gpt-2")
     writer.add_eos_token_id(1)
     for name, numbers in (more or {}).items():
         writer.add_tensor(name, numbers.astype(np.float32))
@@ -239,10 +234,7 @@ def written(path, model, architecture, keys, more=None, kind=gguf.GGMLQuantizati
             kind if weight.shape[-1] % 32 == 0 and weight.ndim > 1 else kind.F32,
         )
         writer.add_tensor(name, gguf.quants.quantize(numbers, own), raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def random_model(model_type, more):

@@ -23,10 +23,9 @@ from decoder.drafters.levels import LevelsWanted, fill_together
 from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.heads_beside import heads_beside
 from decoder.sampling.sampler import Sampler
-from decoder.sequence import Sequence
 
 from ..tiny import byte_tokenizer
-from .conftest import VOCAB, drafted_levels, random_heads, some
+from .conftest import VOCAB, assert_preempted_as_alone, drafted_levels, random_heads, some
 from .recurrent_models import made
 from .test_families import ROUTED, tiny
 
@@ -276,20 +275,12 @@ def test_it_may_draft_a_part_of_the_vocabulary(saved):
 
 @pytest.mark.parametrize("saved", ["qwen3_5_text"], indirect=True)
 def test_a_preempted_text_is_read_again_from_its_beginning(saved, monkeypatch):
-    """There is room for two of three texts at their end."""
     name, folder, *_ = saved
-    positions, found, preempt = 96, [], Sequence.preempt
+    positions = 96
     dec = Decoder(made(name, max_position_embeddings=positions), heads=folder)
-    texts, params = [list(range(count)) for count in (20, 24, 28)], [SamplingParams(seed=seed) for seed in range(3)]
-    whole = [dec.generate(text, None, "ar", own).token_ids for text, own in zip(texts, params, strict=True)]
-    monkeypatch.setattr(Sequence, "preempt", lambda sequence: (found.append(sequence), preempt(sequence)))
-    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
     beside = dec.target.beside_bytes(positions) + DraftLayerCache.planned_bytes(dec.heads["mtp"], positions)
-    room = (dec.target.kv_bytes * 2 * (positions + 69) + 3 * beside) / 0.6
-    monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
-    outs = dec.generate_batch(texts, None, "medusa", params, TREE)
-    assert [out.token_ids for out in outs] == whole
-    assert found
+    room = dec.target.kv_bytes * 2 * (positions + 69) + 3 * beside
+    assert_preempted_as_alone(dec, room, TREE, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from decoder.cache.full import FullCache  # noqa: E402
 from decoder.model.gguf.ahead import packing_ahead  # noqa: E402
 from decoder.model.gguf.file import GgufFile  # noqa: E402
 from decoder.sampling.token_tree import TokenTree  # noqa: E402
+from tests.decoder.test_gguf import finish  # noqa: E402
 from tests.decoder.test_quantised import NAMES, blocks_of, dequantised  # noqa: E402
 
 SIZE, WIDTH, VOCABULARY, LAYERS = 256, 512, 320, 2
@@ -67,10 +68,7 @@ def write(path, name, head=None, architecture="qwen2"):
                 writer.add_tensor(f"blk.{layer}.{tensor}.bias", torch.randn(shape[0], generator=random).numpy())
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{norm}.weight", (torch.rand(SIZE, generator=random) / 4).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

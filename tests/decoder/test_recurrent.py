@@ -12,9 +12,8 @@ from decoder.cache.full import FullCache
 from decoder.cache.partial import ranked
 from decoder.model.architectures import refuse_unsupported
 from decoder.sampling.token_tree import TokenTree
-from decoder.sequence import Sequence
 
-from .conftest import VOCAB, random_heads, some
+from .conftest import VOCAB, assert_preempted_as_alone, random_heads, some
 from .recurrent_models import ALL, LATENTS, NATIVE, RECURRENT, made
 
 NARROW = TokenSwiftOptions(tree=(1, 2, 1), ngrams=3, budget=24, sink=4)
@@ -186,21 +185,13 @@ def test_reused_prefixes_and_resumed_texts_are_fresh_ones(name, decoders):
 
 @pytest.mark.parametrize("name", some([*ALL, *NATIVE], ["nemotron_h", "qwen3_5_text, 32", "lfm2, 16"]))
 def test_preempted_texts_go_on_as_if_they_had_not_been(name, monkeypatch):
-    """There is room for two of three texts at their end, so that one is read again from its beginning."""
-    positions, found, preempt = 96, [], Sequence.preempt
+    positions = 96
     model = made(name, max_position_embeddings=positions)
-    dec, texts = Decoder(model, heads=random_heads(model)), [tokens(count, count) for count in (20, 24, 28)]
-    params = [SamplingParams(seed=seed) for seed in range(3)]
-    whole = [dec.generate(*text, "ar", own).token_ids for *text, own in zip(texts, (None,) * 3, params, strict=True)]
-    monkeypatch.setattr(Sequence, "preempt", lambda sequence: (found.append(sequence), preempt(sequence)))
-    monkeypatch.setattr("decoder.cache.full._SMALLEST_GROWTH", 16)
-    room = (dec.target.kv_bytes * (2 * (positions + 64) + 10) + 2 * dec.target.beside_bytes(positions)) / 0.6
+    dec = Decoder(model, heads=random_heads(model))
+    room = dec.target.kv_bytes * (2 * (positions + 64) + 10) + 2 * dec.target.beside_bytes(positions)
     if name not in LATENTS:  # the third begins beside the others and is in the way later
-        room += dec.target.beside_bytes(positions) / 0.6
-    monkeypatch.setattr("decoder.admission.available_memory", lambda device: room)
-    outs = dec.generate_batch(texts, None, "medusa", params, NARROW)
-    assert [out.token_ids for out in outs] == whole
-    assert found
+        room += dec.target.beside_bytes(positions)
+    assert_preempted_as_alone(dec, room, NARROW, monkeypatch)
 
 
 @pytest.mark.parametrize("name", some(RECURRENT, ["qwen3_5_text", "zamba2", "minimax"]))

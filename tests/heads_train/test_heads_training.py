@@ -31,6 +31,27 @@ def heads_of(folder) -> dict[str, torch.Tensor]:
     return load_file(folder / "heads.safetensors")
 
 
+def fit_until(ends, flags: list[str], monkeypatch) -> None:
+    """A run that ends as by a power cut before the first batch for which ``ends(module)`` is true."""
+    training_step = HeadsModule.training_step
+
+    def cut(module, *args):
+        if ends(module):
+            raise OSError("power cut")
+        return training_step(module, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadsModule, "training_step", cut)
+        assert main(["fit", *flags]) == 2
+
+
+def assert_same_heads(folder, *names: str) -> None:
+    """The heads of a run that was cut and went on are those of the one that was not."""
+    for name in names:
+        whole, resumed = (heads_of(folder / run / name) for run in ("whole", "out"))
+        assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
+
+
 @pytest.fixture
 def module(model) -> HeadsModule:
     """Untrained heads on the tiny model in float64, without a trainer."""
@@ -177,20 +198,10 @@ def test_backbone_gets_no_gradient_no_training_mode_and_no_place_in_checkpoints(
 def test_cut_and_resumed_equals_uncut(flags, tmp_path, monkeypatch, cut_at, extra):
     flags = [*flags, "--save_every=1", *extra]
     assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
-    training_step = HeadsModule.training_step
-
-    def cut(module, *args):
-        if module.global_step == cut_at:
-            raise OSError("power cut")
-        return training_step(module, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(HeadsModule, "training_step", cut)
-        assert main(["fit", *flags]) == 2
+    fit_until(lambda module: module.global_step == cut_at, flags, monkeypatch)
     assert main(["fit", *flags]) == 0
+    assert_same_heads(tmp_path, "last", "best")
     for name in ("last", "best"):
-        whole, resumed = heads_of(tmp_path / "whole" / name), heads_of(tmp_path / "out" / name)
-        assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
         configs = [json.loads((tmp_path / run / name / "config.json").read_text()) for run in ("whole", "out")]
         assert configs[0]["training"] == configs[1]["training"]
     ends = [torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=False) for run in ("whole", "out")]
@@ -317,21 +328,11 @@ def test_a_run_on_the_same_few_batches_is_not_gone_on_with(flags, capsys):
 def test_a_run_cut_again_between_the_batches_of_one_step_equals_uncut(flags, tmp_path, monkeypatch):
     flags = [*flags, "--save_every=1", "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]
     assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
-    training_step = HeadsModule.training_step
     for batches in (4, 1):
         left = iter(range(batches))
-
-        def cut(module, *args, left=left):
-            if next(left, None) is None:
-                raise OSError("power cut")
-            return training_step(module, *args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(HeadsModule, "training_step", cut)
-            assert main(["fit", *flags]) == 2
+        fit_until(lambda module, left=left: next(left, None) is None, flags, monkeypatch)
     assert main(["fit", *flags]) == 0
-    whole, resumed = heads_of(tmp_path / "whole" / "last"), heads_of(tmp_path / "out" / "last")
-    assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
+    assert_same_heads(tmp_path, "last")
 
 
 # A kill that leaves no time to write is what the tests of a power cut prove in this process.
@@ -358,9 +359,7 @@ def test_a_run_killed_at_a_random_step_goes_on_from_the_last_save(flags, tmp_pat
         assert process.exitcode == -signal.SIGKILL
     assert torch.load(last, weights_only=False)["global_step"] in (3, 6, 9)
     assert main(["fit", *flags, "--ckpt_path=last"]) == 0
-    for name in ("last", "best"):
-        whole, resumed = heads_of(tmp_path / "whole" / name), heads_of(tmp_path / "out" / name)
-        assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
+    assert_same_heads(tmp_path, "last", "best")
 
 
 @contextmanager
@@ -379,16 +378,7 @@ def disk_of(size: int):
 def test_a_full_disk_ends_in_a_sentence_and_keeps_what_was_trained(flags, tmp_path, monkeypatch, capsys, size):
     flags = [*flags, "--trainer.logger=false", "--save_every=3"]
     assert main(["fit", *flags, f"--output={tmp_path / 'whole'}"]) == 0
-    training_step = HeadsModule.training_step
-
-    def cut(module, *args):
-        if module.global_step == 8:
-            raise OSError("power cut")
-        return training_step(module, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(HeadsModule, "training_step", cut)
-        assert main(["fit", *flags]) == 2
+    fit_until(lambda module: module.global_step == 8, flags, monkeypatch)
     capsys.readouterr()
     with disk_of(size):
         assert main(["fit", *flags]) == 2
@@ -398,8 +388,7 @@ def test_a_full_disk_ends_in_a_sentence_and_keeps_what_was_trained(flags, tmp_pa
     assert DraftHeads.from_pretrained(tmp_path / "out" / "last").num_heads == 3
     assert not list((tmp_path / "out").rglob(".writing-*"))
     assert main(["fit", *flags]) == 0
-    whole, resumed = heads_of(tmp_path / "whole" / "last"), heads_of(tmp_path / "out" / "last")
-    assert all(torch.equal(whole[tensor], resumed[tensor]) for tensor in whole)
+    assert_same_heads(tmp_path, "last")
 
 
 def test_validate_and_test_take_a_checkpoint(flags, tmp_path, capsys):
