@@ -344,6 +344,35 @@ REFUSED = {
         dict(mamba_num_heads=8, n_groups=3),
         "mamba_num_heads of 8, no multiple of its n_groups of 3",
     ),
+    "mixtral, half a pair": ("mixtral", dict(hidden_size=224), "a hidden_size of 224 for 32 heads, .* of 7, where"),
+    "gpt_oss, half a pair": ("gpt_oss", dict(head_dim=3), "a head_dim of 3, where rotary embeddings turn pairs"),
+    "mixtral, heads of nothing": (
+        "mixtral",
+        dict(hidden_size=3, num_attention_heads=4, num_key_value_heads=2),
+        "a hidden_size of 3 for 4 heads",
+    ),
+    "deepseek_v3, half a pair": ("deepseek_v3", dict(qk_rope_head_dim=3, head_dim=3), "a qk_rope_head_dim of 3"),
+    "glm4_moe, groups that are left over": (
+        "glm4_moe",
+        dict(n_routed_experts=8, n_group=3),
+        "n_group of 3, .* 8 experts",
+    ),
+    "deepseek_v3, more than all groups": (
+        "deepseek_v3",
+        dict(n_group=4, topk_group=5),
+        "n_group of 4, a topk_group of 5",
+    ),
+    "qwen2_moe, more than all experts": (
+        "qwen2_moe",
+        dict(num_local_experts=60, num_experts=2, num_experts_per_tok=4),
+        "a num_experts_per_tok of 4, and 2 experts",
+    ),
+    "llama, a layer apart": (
+        "llama",
+        dict(per_layer_config={"0": {"num_key_value_heads": 1}}),
+        "has per_layer_config=",
+    ),
+    "llama, a layer left out": ("llama", dict(per_layer_config={"0": {"skip": ["mlp"]}}), "has per_layer_config="),
     "gpt_oss, no experts used": ("gpt_oss", dict(num_experts_per_tok=0), "a num_experts_per_tok of 0"),
     "deepseek_v3, fewer KV heads": (
         "deepseek_v3",

@@ -48,6 +48,7 @@ FAMILIES = {
             layer_types=["sliding_attention", "sliding_attention", "full_attention"],
             hidden_size_per_layer_input=0,
             global_head_dim=16,
+            num_global_key_value_heads=1,
             attention_k_eq_v=True,
             enable_moe_block=True,
             num_experts=4,

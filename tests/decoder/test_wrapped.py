@@ -32,7 +32,8 @@ QWEN_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, o
 WRAPPED = {
     "gemma3": ({}, VISION, {}),
     "gemma4": (
-        dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=48, global_head_dim=8),
+        dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=48, global_head_dim=16)
+        | dict(attention_k_eq_v=True, num_global_key_value_heads=1),
         dict(VISION, num_key_value_heads=2, head_dim=8),
         {},
     ),

@@ -138,6 +138,16 @@ def test_windows_take_no_more_however_long_the_text():
     assert shape.cache_bytes(50_000) < shape.cache_bytes(5000) + 45_000 * target.kv_bytes + 1
 
 
+def test_heads_are_those_of_layers_that_attend_to_the_whole_text_where_they_differ():
+    config = AutoConfig.for_model(
+        "gemma4_text", vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True,
+        layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0, vocab_size_per_layer_input=48,
+    )  # fmt: skip
+    shape = ModelShape.of(AutoModelForCausalLM.from_config(config))
+    assert (shape.kv_heads, shape.head_dim) == (1, 16)
+
+
 @pytest.mark.parametrize(
     ("method", "heads"),
     [

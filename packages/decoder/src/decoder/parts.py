@@ -39,6 +39,7 @@ from decoder.model import loading
 from decoder.model.architectures import layer_kinds, refuse_unsupported
 from decoder.model.gguf import is_gguf, open_checked
 from decoder.model.loading import check_source, empty_model, out_of_memory, read_config, read_model, read_tokenizer
+from decoder.model.options import layer_configs
 from decoder.model.quantising import QUANTISED_DTYPES, dtype_around, dtype_name, quantise, quantised_bytes
 from decoder.model.target import Target
 from decoder.parallel.ranks import ending_in_words, is_first_to_tell, join, linked

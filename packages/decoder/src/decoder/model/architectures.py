@@ -15,7 +15,15 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from decoder.backends.reference.mixers import leaves_state
 from decoder.cache.layout import FULL, NONE, RECURRENT, LayerKind
 from decoder.model.looked_at import looked_at
-from decoder.model.options import is_read, partly_rotated, refuse_passed_over, refuse_unknown_options, rotary_kinds
+from decoder.model.options import (
+    is_read,
+    layer_configs,
+    partly_rotated,
+    refuse_layers_apart,
+    refuse_passed_over,
+    refuse_unknown_options,
+    rotary_kinds,
+)
 
 # Rotary scalings that transformers recomputes when the text becomes longer than some limit.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -51,6 +59,8 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
         if not known and not getattr(config, "auto_map", None):
             raise ValueError(f"{name} is no causal language model; only decoder-only causal models can be accelerated")
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
+    if model_class is not None:
+        refuse_layers_apart(config, model_class)
     layer_kinds(config)
     refuse_unknown_options(config)
     _refuse_quantised(config)
@@ -115,13 +125,13 @@ def _kinds_without(config: PreTrainedConfig) -> list[LayerKind]:
 
 
 def _kinds(config: PreTrainedConfig, names: Iterable[str]) -> list[LayerKind]:
-    kinds = []
-    for name in names:
+    kinds, configs = [], layer_configs(config)
+    for number, name in enumerate(names):
         if name in _WITHOUT_ATTENTION:
             kinds.append(_WITHOUT_ATTENTION[name])
             continue
         kind, setting = _ATTENTION.get(name, ("full", ""))
-        size = getattr(config, setting, None)
+        size = getattr(configs[number % len(configs)], setting, None)
         if size is not None and not (isinstance(size, int) and size > 0):
             raise ValueError(f"{config.model_type} has {name.replace('_', ' ')} layers with a {setting} of {size!r}")
         if name not in _WHOLE and size is None:

@@ -43,6 +43,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "mlp_layer_types": (),
     "no_rope_layers": (),
     "partial_rotary_factor": (1,),
+    "per_layer_config": ({},),
     "residual_multiplier": (1,),
     "rope_interleaved": (False,),
     "routed_scaling_factor": (1,),
@@ -79,26 +80,71 @@ _SHARING = {
 _CHOICE = re.compile(r"_(type|kind|method|func|function|mode)$")
 
 
+def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """What each layer is configured as, where that differs as in Gemma 4; else the one configuration of all.
+
+    transformers does not let the fields that differ be read from the model's own configuration.
+    """
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def refuse_layers_apart(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    """Raise ValueError for settings of single layers that the modules of a class of models do not look at."""
+    if not getattr(config, "is_heterogeneous", False):
+        return
+    if any(layer.skip for layer in layer_configs(config)) or "per_layer_config" not in looked_at(model_class).names:
+        given = config.to_dict()["per_layer_config"]
+        raise ValueError(f"{config.model_type} has per_layer_config={given!r}, which its layers do not know")
+
+
 def refuse_unknown_options(config: PreTrainedConfig) -> None:
     """Raise ValueError, with the field and its value, for what the modules of a configuration would not compute."""
     name = config.model_type
     for field, value in _unknown(config):
         raise ValueError(f"{name} has {field}={value!r}, which is not known and cannot be run")
-    for field, value in _sizes(config):
-        raise ValueError(f"{name} has a {field} of {value!r}, of which there must be a whole number above zero")
+    for layer in layer_configs(config):
+        for field, value in _sizes(layer):
+            raise ValueError(f"{name} has a {field} of {value!r}, of which there must be a whole number above zero")
+        _refuse_heads(layer)
+        _refuse_experts(layer)
+
+
+def _refuse_heads(config: PreTrainedConfig) -> None:
+    """Raise ValueError for heads that are shared unevenly, have no numbers, or an odd number where pairs are turned."""
+    name = config.model_type
     for field, other in _SHARING.items():
         heads, groups = getattr(config, field, None), getattr(config, other, None)
         if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
             raise ValueError(f"{name} has a {field} of {heads}, no multiple of its {other} of {groups}")
-    count = next((one for field in _EXPERTS if isinstance(one := getattr(config, field, None), int)), None)
-    for field in ("num_experts_per_tok", "top_k_experts"):
-        used = getattr(config, field, None)
-        if count and isinstance(used, int) and not 0 < used <= count:
-            raise ValueError(f"{name} has a {field} of {used}, and {count} experts")
     heads, latent = getattr(config, "num_key_value_heads", None), getattr(config, "kv_lora_rank", None)
     if latent and heads not in (None, config.num_attention_heads):
         all_heads = f"which have one for each of {config.num_attention_heads} heads"
         raise ValueError(f"{name} has a num_key_value_heads of {heads}, and compressed keys, {all_heads}")
+    field = "qk_rope_head_dim" if latent else "head_dim"
+    dim, size, heads = (getattr(config, one, None) for one in (field, "hidden_size", "num_attention_heads"))
+    if dim is None and isinstance(size, int) and isinstance(heads, int) and heads:
+        dim, field = size // heads, f"hidden_size of {size} for {heads} heads, and so a head_dim"
+    rotary = _rotary(config)
+    turned = any(rotary) and all(part.get("partial_rotary_factor") in (None, 1) for part in rotary)
+    if isinstance(dim, int) and (dim < 1 or (turned and dim % 2)):
+        raise ValueError(f"{name} has a {field} of {dim}, where rotary embeddings turn pairs of numbers")
+
+
+def _refuse_experts(config: PreTrainedConfig) -> None:
+    """Raise ValueError for numbers of experts and of their groups that do not go with each other."""
+    name, declared = config.model_type, _declared(config)
+    own = [field for field in _EXPERTS if field in declared] or _EXPERTS
+    count = next((one for field in own if isinstance(one := getattr(config, field, None), int)), None)
+    if not count:
+        return
+    groups = getattr(config, "n_group", None) if "n_group" in declared else None
+    chosen = getattr(config, "topk_group", None)
+    if isinstance(groups, int) and (count % groups or (isinstance(chosen, int) and not 0 < chosen <= groups)):
+        raise ValueError(f"{name} has an n_group of {groups}, a topk_group of {chosen}, and {count} experts")
+    for field in ("num_experts_per_tok", "top_k_experts"):
+        used = getattr(config, field, None)
+        if isinstance(used, int) and not 0 < used <= count:
+            raise ValueError(f"{name} has a {field} of {used}, and {count} experts")
 
 
 def refuse_passed_over(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:

@@ -1,6 +1,7 @@
 """Sharing a model among processes, by transformers' own plan, and reading whole what is shared."""
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from decoder.model.options import layer_configs
 from decoder.parallel.ranks import Ranks
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -41,7 +43,7 @@ def refuse_unshareable(config: PreTrainedConfig, size: int) -> None:
     if not getattr(config, "base_model_tp_plan", None):
         raise ValueError(f"transformers has no plan to share {name} among processes: load it on one device")
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = math.gcd(*(getattr(layer, "num_key_value_heads", None) or heads for layer in layer_configs(config)))
     if heads % size or kv_heads % size:
         fitting = [str(n) for n in range(1, kv_heads + 1) if not heads % n and not kv_heads % n]
         raise ValueError(

@@ -13,6 +13,7 @@ from decoder.parts import (
     dtype_around,
     empty_model,
     is_gguf,
+    layer_configs,
     layer_kinds,
     loading,
     meant,
@@ -78,7 +79,7 @@ class ModelShape:
         tied, head_values = head is embedding and not shorter, shorter.get(f"{head_name}.weight", values(head))
         sizes |= shorter
         parameters = sum(sizes.values())
-        heads = config.num_attention_heads
+        heads, layer = config.num_attention_heads, layer_configs(config)[-1]  # which attends to all where they differ
         # Of compressed keys and values: as a key and a value of half their size each.
         latent = (getattr(config, "kv_lora_rank", None) or 0) and config.kv_lora_rank + config.qk_rope_head_dim
         return cls(
@@ -86,8 +87,8 @@ class ModelShape:
             read_parameters=parameters - (0 if tied else values(embedding)),
             lm_head_parameters=head_values,
             layers=sum(kind.attends for kind in layer_kinds(config)),
-            kv_heads=1 if latent else getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=latent // 2 or getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_heads=1 if latent else getattr(layer, "num_key_value_heads", None) or heads,
+            head_dim=latent // 2 or getattr(layer, "head_dim", None) or config.hidden_size // heads,
             hidden_size=config.hidden_size,
             vocab_size=(quantised or head.shape)[0],
             value_bytes=value_bytes,
