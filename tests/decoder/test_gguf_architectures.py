@@ -63,8 +63,9 @@ KINDS = {
     "mixtral": ("mixtral", dict(num_local_experts=4), {"expert_count": 4, "expert_used_count": 2}),
     "gemma3": (
         "gemma3_text",
-        dict(head_dim=16, tie_word_embeddings=True, query_pre_attn_scalar=16, sliding_window=16, num_hidden_layers=7),
-        {"attention.key_length": 16, "attention.sliding_window": 16},
+        dict(head_dim=16, tie_word_embeddings=True, query_pre_attn_scalar=16, sliding_window=16, num_hidden_layers=7)
+        | dict(final_logit_softcapping=2.0),
+        {"attention.key_length": 16, "attention.sliding_window": 16, "final_logit_softcapping": 2.0},
     ),
     "qwen35": ("qwen3_5_text", DELTA, OF_DELTA | {"rope.dimension_sections": [1, 1, 0, 0]}),
     "qwen35moe": (
@@ -298,6 +299,39 @@ def test_a_key_that_is_missing_or_wrong_is_named(tmp_path, architecture, key):
         with pytest.raises(ValueError, match=re.escape(words)) as caught:
             read_config(open_gguf(tmp_path / "a.gguf"))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("llama", "logit_scale", 0.5),
+        ("llama", "attention.sliding_window", 16),
+        ("llama", "attention.temperature_scale", 0.1),
+        ("qwen2", "final_logit_softcapping", 5.0),
+        ("qwen3", "attention.value_length", 8),
+        ("qwen3", "rope.freq_base_swa", 10000.0),
+        ("qwen2moe", "expert_weights_norm", True),
+        ("qwen3moe", "expert_gating_func", 2),
+        ("mixtral", "expert_group_count", 2),
+        ("gpt-oss", "attention.sliding_window_pattern", [True, False]),
+        ("gemma3", "attn_logit_softcapping", 5.0),
+        ("lfm2", "anything.else", 1),
+    ],
+)
+def test_a_key_that_nobody_looks_at_is_refused_if_it_may_change_texts(tmp_path, architecture, key, value):
+    model_type, more, keys = KINDS[architecture]
+    name = "llama" if architecture == "mixtral" else architecture
+    written(tmp_path / "a.gguf", random_model(model_type, more), name, keys | {key: value})
+    with pytest.raises(ValueError, match=rf"a\.gguf has a key that is not read \({name}\.{re.escape(key)} "):
+        read_config(open_gguf(tmp_path / "a.gguf"))
+
+
+def test_keys_that_say_what_is_so_anyway_are_taken(tmp_path):
+    model_type, more, keys = KINDS["qwen3moe"]
+    idle = {"vocab_size": 48, "attention.value_length": 16, "attention.causal": True, "logit_scale": 1.0}
+    idle |= {"expert_gating_func": 1, "expert_weights_norm": True, "expert_shared_feed_forward_length": 32}
+    written(tmp_path / "a.gguf", random_model(model_type, more), "qwen3moe", keys | idle)
+    assert read_config(open_gguf(tmp_path / "a.gguf")).norm_topk_prob
 
 
 def test_layers_that_predict_further_tokens_are_left_out_and_matrices_stay_in_their_format(tmp_path):

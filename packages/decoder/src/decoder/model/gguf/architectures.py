@@ -221,6 +221,7 @@ def _gemma3(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
         "query_pre_attn_scalar": scale,
+        "final_logit_softcapping": value_of(file, "final_logit_softcapping", float) or None,
     }
 
 

@@ -6,7 +6,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from decoder.model.gguf.architectures import architecture_of
 from decoder.model.gguf.file import ELSE, FETCH, GgufFile
-from decoder.model.gguf.keys import size_of, value_of
+from decoder.model.gguf.keys import refuse_unread, size_of, value_of
 from decoder.model.gguf.rotary import rotary_of
 from decoder.model.gguf.sources import LAYER
 from decoder.model.gguf.tokenizer import end_tokens, token_count, token_of_role
@@ -58,6 +58,7 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
         # Validators of configurations raise errors of their own.
         reason = " ".join(str(error).split())
         raise ValueError(f"{file.path} has a configuration that cannot be: {reason}: {ELSE}") from error
+    refuse_unread(file, getattr(config, "norm_topk_prob", True))
     config.architectures = [_class_name(config)]
     return config
 

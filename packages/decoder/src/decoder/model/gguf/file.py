@@ -100,6 +100,7 @@ class GgufFile:
         data_start: the offset in the file at which the data begins.
         buffer: the mapped file.
         packing: matrices that are packed already, or will be, by the names of their tensors (`gguf.ahead`).
+        looked_at: the keys that somebody has asked for.
     """
 
     path: Path
@@ -108,6 +109,7 @@ class GgufFile:
     data_start: int
     buffer: mmap.mmap
     packing: dict[str, Future[Any]] = field(default_factory=dict)
+    looked_at: set[str] = field(default_factory=set)
 
     @classmethod
     def read(cls, path: Path) -> "GgufFile":
@@ -151,6 +153,7 @@ class GgufFile:
 
         Raises ValueError if the value is of another kind than ``kind``: int, float, bool, str, `Texts` or np.ndarray.
         """
+        self.looked_at.add(key)
         value = self.metadata.get(key)
         if value is None:
             return default

@@ -6,6 +6,47 @@ import numpy as np
 
 from decoder.model.gguf.file import ELSE, GgufFile
 
+# What changes nothing of keys that an architecture's reader does not look at; any value of those without one.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1),
+    "moe_every_n_layers": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "router_logit_softcapping": (0,),
+    "use_parallel_residual": (False,),
+}
+_IDLE = (
+    # Norms of the other kind; scalings that are none; what tensors tell; positions of images.
+    *("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "rope.scaling.attn_factor"),
+    *("rope.scaling.finetuned", "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast"),
+    *("rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"),
+    *("expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_shared_count", "vocab_size"),
+    *("full_attention_interval", "rope.dimension_sections", "tensor_data_layout"),
+)
+# Keys that say again what another one says, or says for all layers.
+_AGAIN = {
+    "attention.key_length_swa": "attention.key_length",
+    "attention.value_length": "attention.key_length",
+    "attention.value_length_swa": "attention.key_length",
+    "rope.dimension_count_swa": "rope.dimension_count",
+    "rope.freq_base_swa": "rope.freq_base",
+}
+
 
 def value_of(file: GgufFile, key: str, kind: Any, default: Any = None) -> Any:
     """The value of a key, as `GgufFile.get`. Raises ValueError for a number that is negative or infinite, too."""
@@ -30,6 +71,7 @@ def size_of(file: GgufFile, key: str, some_layers: bool = False) -> int | None:
     """
     full = f"{file.architecture}.{key}"
     size = file.metadata.get(full)
+    file.looked_at.add(full)
     if isinstance(size, np.ndarray):
         of_layers = set(size.tolist()) - ({0} if some_layers else set())
         if not some_layers or len(of_layers) != 1:
@@ -50,3 +92,23 @@ def needed_size(file: GgufFile, key: str) -> int:
     if size is None:
         raise ValueError(f"{file.path} has no {file.architecture}.{key}: {ELSE}")
     return size
+
+
+def refuse_unread(file: GgufFile, normalised: bool) -> None:
+    """Raise ValueError for a key of the architecture that nobody has looked at and that may change texts.
+
+    Args:
+        normalised: whether weights of experts are made to sum to one.
+    """
+    start = f"{file.architecture}."
+    for key, value in file.metadata.items():
+        name = key.removeprefix(start)
+        if not key.startswith(start) or key in file.looked_at or name in _IDLE:
+            continue
+        nothing = _NOTHING.get(name, ())
+        if name in _AGAIN:
+            nothing = (file.metadata.get(start + _AGAIN[name], value),)
+        elif name == "expert_weights_norm":
+            nothing = (normalised,)
+        if isinstance(value, np.ndarray) or value not in nothing:
+            raise ValueError(f"{file.path} has a key that is not read ({key} {value}): {ELSE}")
