@@ -1,5 +1,7 @@
 """Models whose layers see a window or a chunk of the text, with sinks, soft caps and shared keys: exact with all."""
 
+import random
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.backends.native.backend import NATIVE
 from decoder.cache import window
 from decoder.cache.full import FullCache
+from decoder.cache.layout import LayerKind
+from decoder.cache.window import WindowState
 
 from .conftest import VOCAB, random_heads
 from .test_families import EXPERTS, tiny
@@ -198,6 +202,42 @@ def test_a_text_that_turns_off_just_before_its_window_moved_reads_on_at_length(d
     out = dec.generate(given, 8, "ar", sampling)
     assert out.stats.reused_tokens == len(text) - back - 1
     assert out.token_ids == fresh.generate(given, 8, "ar", sampling).token_ids
+
+
+def grown(state, text, new):
+    """Let a state run a pass over ``new`` tokens, numbers behind the ``text``, and check what they attend to."""
+    entries = torch.tensor(new).view(1, 1, -1, 1)
+    state.make_room(len(new))
+    seen = text[state.kind.first_seen(len(text)) :] + new
+    for held in state.update(entries, entries, 0, 0):
+        assert held.flatten().tolist() == seen
+
+
+@pytest.mark.parametrize("name", ["window", "chunk"])
+def test_what_is_seen_is_the_texts_own_whatever_was_taken_back_copied_and_begun_with(name, monkeypatch):
+    """Random steps; each token is a number of its own."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        monkeypatch.setattr(window, "_BACK", rng.choice([1, 3, 7]))
+        state, text, copies = WindowState(LayerKind(name, rng.choice([1, 2, 5, 8])), 1), [], []
+        for first in range(0, 1000, 25):
+            step = rng.choice(["pass", "pass", "pass", "back", "copy", "begin"])
+            if step == "pass":
+                new = list(range(first, first + rng.randint(1, 20)))
+                grown(state, text, new)
+                path = sorted(rng.sample(range(len(new)), rng.randint(1, len(new))))
+                state.keep(path)
+                text = text + [new[node] for node in path]
+            elif step == "back":
+                text = text[: state.goes_back_to(rng.randint(0, len(text)))]
+                state.rewind(len(text))
+            elif step == "copy" and (count := state.goes_back_to(len(text))):
+                copies.append((state.copy(count), text[:count]))
+            elif step == "begin" and copies:
+                copy, begun = rng.choice(copies)
+                if count := copy.goes_back_to(max(1, len(begun) - rng.randint(0, 4))):
+                    state, text = WindowState(state.kind, 1), begun[:count]
+                    state.begin_with(copy, count)
 
 
 BIT_FOR_BIT = ("mistral", "gemma2", "gemma3_text", "gemma4_text", "exaone4", "phi3")
