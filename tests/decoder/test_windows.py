@@ -204,6 +204,15 @@ def test_a_text_that_turns_off_just_before_its_window_moved_reads_on_at_length(d
     assert out.token_ids == fresh.generate(given, 8, "ar", sampling).token_ids
 
 
+def test_windows_that_no_text_fills_stay_apart_where_their_heads_are_others(prompt):
+    model_type, overrides = FAMILIES["gemma4_text"]
+    model = tiny(model_type, **overrides | dict(sliding_window=512))
+    model.set_attn_implementation("eager")
+    dec = Decoder(model)
+    out = dec.generate(prompt, 10, "magicdec", SamplingParams(temperature=0), NARROW)
+    assert out.token_ids == own_text(dec, prompt, 10)
+
+
 def grown(state, text, new):
     """Let a state run a pass over ``new`` tokens, numbers behind the ``text``, and check what they attend to."""
     entries = torch.tensor(new).view(1, 1, -1, 1)

@@ -136,9 +136,10 @@ def _kinds(config: PreTrainedConfig, names: Iterable[str]) -> list[LayerKind]:
             raise ValueError(f"{config.model_type} has {name.replace('_', ' ')} layers with a {setting} of {size!r}")
         if name not in _WHOLE and size is None:
             raise ValueError(f"{config.model_type} has {name} layers, which are not known and cannot be accelerated")
-        # A window that no text fills is none.
+        # A window that no text fills is none, unless its layers may have other heads.
         longest = getattr(config, "max_position_embeddings", None) or math.inf
-        kinds.append(LayerKind(kind, size) if size is not None and size < longest else FULL)
+        apart = size is not None and (size < longest or len(configs) > 1)
+        kinds.append(LayerKind(kind, size or 0) if apart else FULL)
     return kinds
 
 
