@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from decoder.backends.choose import Finding
+from decoder.backends.native import library as native
 from decoder.model.quantising import dtype_name
 from decoder.model.target import Target
 
@@ -55,13 +56,9 @@ def _device(device: torch.device) -> list[str]:
             f"device: {device}, {found.name}, capability {found.major}.{found.minor}, {size}",
             f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
         ]
-    can = {
-        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
-        "AMX": torch.cpu._is_amx_tile_supported(),
-    }
-    capabilities = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in can.items())
+    ours = f"{native.instruction_set()} by the native library, " if native.available() else ""
     threads = torch.get_num_threads()
     return [
         f"device: {device}, {threads} thread{'' if threads == 1 else 's'}",
-        f"instructions: {torch.backends.cpu.get_cpu_capability()}, {capabilities}",
+        f"instructions: {ours}{torch.backends.cpu.get_cpu_capability()} by PyTorch",
     ]

@@ -153,6 +153,15 @@ def library_name() -> str | None:
     return _key(os.environ.get(_FORCED)) if available() else None
 
 
+def instruction_set() -> str:
+    """The instruction set that the library uses, as `TOKENSWIFT_INSTRUCTIONS` spells it.
+
+    Raises:
+        NativeUnavailable: there is no library.
+    """
+    return library().instructions().decode()
+
+
 @cache
 def _key(forced: str | None) -> str:
     """What the library depends on: its source, how it is compiled, and the instruction set.
