@@ -41,6 +41,41 @@ OF_DELTA = {
 YARN = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=64
 )
+GEMMA4 = dict(
+    num_hidden_layers=4,
+    head_dim=16,
+    global_head_dim=32,
+    sliding_window=16,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    vocab_size_per_layer_input=len(vocabulary()),
+    tie_word_embeddings=True,
+    final_logit_softcapping=3.0,
+    rope_parameters={
+        "full_attention": {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+)
+OF_GEMMA4 = {
+    "attention.key_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.sliding_window": 16,
+    "attention.sliding_window_pattern": [True, False] * 2,
+    "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16,
+    "final_logit_softcapping": 3.0,
+}
+OF_OLMO = {
+    "full_attention": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    "sliding_attention": dict(rope_type="default", rope_theta=10000.0),
+}
+OF_MINISTRAL = dict(
+    rope_type="yarn",
+    factor=4.0,
+    original_max_position_embeddings=16,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
+)
 # By llama.cpp's names: transformers' name, further sizes, and llama.cpp's keys for them.
 KINDS = {
     "llama": ("llama", {}, {}),
@@ -107,13 +142,98 @@ KINDS = {
         dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
         {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3},
     ),
+    "lfm2moe": (
+        "lfm2_moe",
+        EXPERTS
+        | dict(tie_word_embeddings=True, num_dense_layers=1)
+        | dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+        OF_EXPERTS | {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3, "leading_dense_block_count": 1},
+    ),
+    "gemma": ("gemma", dict(head_dim=16, tie_word_embeddings=True), {"attention.key_length": 16}),
+    "gemma2": (
+        "gemma2",
+        dict(head_dim=16, tie_word_embeddings=True, query_pre_attn_scalar=16, sliding_window=16)
+        | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        {"attention.key_length": 16, "attention.sliding_window": 16}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        GEMMA4 | dict(num_kv_shared_layers=2, hidden_size_per_layer_input=8, use_double_wide_mlp=True),
+        OF_GEMMA4
+        | {"attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 8}
+        | {"feed_forward_length": [96, 96, 192, 192]},
+    ),
+    "gemma4 with experts": (
+        "gemma4_text",
+        GEMMA4
+        | EXPERTS
+        | dict(top_k_experts=2, enable_moe_block=True, attention_k_eq_v=True, num_global_key_value_heads=1)
+        | dict(hidden_size_per_layer_input=0),
+        OF_GEMMA4 | OF_EXPERTS | {"attention.head_count_kv": [2, 1, 2, 1]},
+    ),
+    "smollm3": ("smollm3", dict(num_hidden_layers=5, pad_token_id=None), {}),
+    "granite": (
+        "granite",
+        dict(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=2.0),
+        {"attention.scale": 0.3, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 2.0},
+    ),
+    "mistral3": ("mistral", dict(head_dim=16, sliding_window=None), {"attention.key_length": 16}),
+    "ministral3": (
+        "ministral3",
+        dict(head_dim=16, rope_parameters=OF_MINISTRAL),
+        {
+            "attention.key_length": 16,
+            "attention.temperature_scale": 0.1,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+        },
+    ),
+    "ernie4_5": ("ernie4_5", dict(head_dim=16), {"attention.key_length": 16}),
+    "hunyuan-dense": ("hunyuan_v1_dense", dict(head_dim=16), {"attention.key_length": 16}),
+    "seed_oss": ("seed_oss", dict(head_dim=16), {"attention.key_length": 16}),
+    "olmo2": ("olmo2", {}, {}),
+    "olmo3": (
+        "olmo3",
+        dict(num_hidden_layers=5, sliding_window=16, rope_parameters=OF_OLMO),
+        {
+            "attention.sliding_window": 16,
+            "rope.freq_base_swa": 10000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+        },
+    ),
+    "exaone4": (
+        "exaone4",
+        dict(num_hidden_layers=4, sliding_window=16, sliding_window_pattern=4),
+        {"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, True, True, False]},
+    ),
+    "glm4": (
+        "glm4",
+        dict(head_dim=16, partial_rotary_factor=0.5, pad_token_id=None),
+        {"attention.key_length": 16, "rope.dimension_count": 8},
+    ),
+    "cohere2": (
+        "cohere2",
+        dict(num_hidden_layers=5, sliding_window=16, logit_scale=0.5, tie_word_embeddings=True),
+        {"attention.sliding_window": 16, "logit_scale": 0.5, "rope.scaling.type": "none"},
+    ),
+}
+# Those that have another name in llama.cpp.
+THEIRS = {
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
+    "gemma4 with experts": "gemma4",
 }
 
 
 def gguf_name(names, name):
     """llama.cpp's name of a parameter, by the package gguf's own table."""
-    if name.endswith("e_score_correction_bias"):
-        name = name.replace("correction_bias", "correction.bias")
+    name = re.sub(r"(correction|expert)_bias$", r"\1.bias", name).replace("expert.bias", "expert_bias.bias")
     stem, _, leaf = name.rpartition(".")
     if leaf not in ("weight", "bias"):
         stem, leaf = name, "weight"
@@ -172,33 +292,44 @@ def of_experts(name, weight, model_type):
     return {f"blk.{layer}.ffn_{part}_exps.{leaf}": own for part, own in zip(("gate", "up"), parts, strict=True)}
 
 
+OF_GEMMA4_ROUTER = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+
+
 def stored(model, architecture):
     """By llama.cpp's names, a model's weights as its converter stores them."""
     config = model.config
     names = gguf.get_tensor_name_map(
         next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), config.num_hidden_layers
     )
-    heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", None)}
+    turned = architecture in ("llama", "smollm3", "granite", "mistral3")
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if turned else {}
     for name, weight in model.state_dict().items():
+        if architecture == "gemma4" and ".experts." in name:
+            yield gguf_name(names, name), weight
+            continue
         if ".experts." in name:
             yield from of_experts(name, weight, config.model_type).items()
+            continue
+        if name.endswith(tuple(OF_GEMMA4_ROUTER)):
+            layer, part = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name).groups()
+            yield f"blk.{layer}.{OF_GEMMA4_ROUTER[part]}", weight
             continue
         if ".linear_attn." in name:
             yield from of_delta_rule(name, weight, config, architecture == "qwen3next").items()
             continue
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         theirs = gguf_name(names, name)
         kind = theirs.split(".")[-2]
-        if theirs == "output.weight" and config.tie_word_embeddings:
-            continue
-        if architecture == "llama" and kind in heads:
+        if kind in heads:
             weight = permuted(weight, heads[kind])
-        around_one = ("nemotron", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+        around_one = ("nemotron", "gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
         if architecture in around_one and "norm" in kind and name.endswith("weight"):
             weight = weight + 1
         if architecture == "gpt2" and weight.ndim == 2 and kind in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
             weight = weight.T
-        if kind == "ffn_gate_inp_shexp":
-            weight = weight[0]
+        if kind == "ffn_gate_inp_shexp" and model.config.model_type != "qwen2_moe":
+            weight = weight[0]  # which converters have stored in both ways
         yield theirs, weight.squeeze(1) if theirs.endswith("shortconv.conv.weight") else weight
 
 
@@ -209,7 +340,8 @@ def written(path, model, architecture, keys, more=None, kind=gguf.GGMLQuantizati
         writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(SIZES["intermediate_size"])
+    if "feed_forward_length" not in keys:
+        writer.add_feed_forward_length(SIZES["intermediate_size"])
     writer.add_head_count(config.num_attention_heads)
     if "attention.head_count_kv" not in keys:
         writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
@@ -227,6 +359,8 @@ def written(path, model, architecture, keys, more=None, kind=gguf.GGMLQuantizati
         add[type(value)](f"{architecture}.{key}", value)
     add_tokenizer(writer, "gpt-2")
     writer.add_eos_token_id(1)
+    if architecture == "gemma4":
+        more = {**(more or {}), "rope_freqs.weight": np.array([1.0] * 4 + [1e30] * 12)}
     for name, numbers in (more or {}).items():
         writer.add_tensor(name, numbers.astype(np.float32))
     for name, weight in stored(model, architecture):
@@ -264,8 +398,7 @@ def random_model(model_type, more):
 def test_logits_are_those_of_the_model_that_was_written(tmp_path, architecture):
     model_type, more, keys = KINDS[architecture]
     model = random_model(model_type, more)
-    # A mixture of experts in Llama's shape is a Llama with experts there.
-    written(tmp_path / "a.gguf", model, "llama" if architecture == "mixtral" else architecture, keys)
+    written(tmp_path / "a.gguf", model, THEIRS.get(architecture, architecture), keys)
     file = open_gguf(tmp_path / "a.gguf")
     config = read_config(file)
     assert config.model_type == model_type
@@ -355,7 +488,8 @@ def test_layers_that_predict_further_tokens_are_left_out_and_matrices_stay_in_th
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [("gpt-oss", "MXFP4"), ("qwen3moe", "Q8_0"), ("mixtral", "MXFP4"), ("qwen35moe", "Q8_0"), ("glm4moe", "Q8_0")],
+    [("gpt-oss", "MXFP4"), ("qwen3moe", "Q8_0"), ("mixtral", "MXFP4"), ("qwen35moe", "Q8_0"), ("glm4moe", "Q8_0")]
+    + [("gemma4 with experts", "Q8_0")],
 )
 def test_experts_stay_in_the_formats_of_the_file(tmp_path, with_native, architecture, name):
     """And their texts are those of plain decoding to the last bit, whatever is verified."""
@@ -363,7 +497,7 @@ def test_experts_stay_in_the_formats_of_the_file(tmp_path, with_native, architec
     model = random_model(model_type, more)
     kind = gguf.GGMLQuantizationType[name]
     path = tmp_path / "a.gguf"
-    written(path, model, "llama" if architecture == "mixtral" else architecture, keys, kind=kind)
+    written(path, model, THEIRS.get(architecture, architecture), keys, kind=kind)
     dec, unpacked = decoder.load(path), decoder.load(path, dtype="float32").model
     experts = [module for module in dec.model.modules() if isinstance(module, QuantisedExperts)]
     given = [name for name in model.state_dict() if name.endswith(".experts.down_proj")]
@@ -376,7 +510,7 @@ def test_experts_stay_in_the_formats_of_the_file(tmp_path, with_native, architec
             assert 0 < (ours(x, ids, weights) - expected).norm() < 0.05 * expected.norm()
     if architecture == "qwen35moe":
         return  # whose other layers are not
-    assert dec.bitwise and dec.target.backend.whole is not None, dec.report()
+    assert dec.bitwise and (dec.target.backend.whole is not None) == (architecture != "gemma4 with experts")
     prompt = list(range(5, 45)) * 2
     options = dict(max_new_tokens=40, sampling=decoder.SamplingParams(seed=2), ignore_eos=True, return_logprobs=True)
     plain = dec.generate(prompt, method="ar", **options)

@@ -7,7 +7,6 @@ from transformers import AutoConfig, PreTrainedConfig
 from decoder.model.gguf.architectures import architecture_of
 from decoder.model.gguf.file import ELSE, FETCH, GgufFile
 from decoder.model.gguf.keys import refuse_unread, size_of, value_of
-from decoder.model.gguf.rotary import rotary_of
 from decoder.model.gguf.sources import LAYER
 from decoder.model.gguf.tokenizer import end_tokens, token_count, token_of_role
 
@@ -28,7 +27,9 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     Raises ValueError, with the key, for one that cannot be read completely and correctly.
     """
     architecture = architecture_of(file)
-    values: dict[str, Any] = {name: size_of(file, key, key in architecture.some_layers) for key, name in _SIZES.items()}
+    sizes = {key: name for key, name in _SIZES.items() if key not in architecture.by_layer}
+    values: dict[str, Any] = {name: size_of(file, key) for key, name in sizes.items()}
+    values.setdefault("num_key_value_heads")
     values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
     values[architecture.norm[1]] = value_of(file, architecture.norm[0], float)
     heads = values["num_attention_heads"]
@@ -37,11 +38,11 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
         head_size = values["hidden_size"] // heads
     values |= {"head_dim": head_size, "vocab_size": _vocabulary_size(file)}
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    values["rope_parameters"] = rotary_of(file, head_size)
+    values["rope_parameters"] = architecture.rotary(file, head_size)
     values |= {f"{name}_token_id": token_of_role(file, f"{name}_token") for name in ("bos", "pad")}
     ends = end_tokens(file)
     values["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
-    for key, name in _SIZES.items():
+    for key, name in sizes.items():
         # All of whose layers may be experts, which have a size of their own.
         if values[name] is None and not (name == "intermediate_size" and "ffn_gate_inp" in architecture.names):
             raise ValueError(f"{file.path} has no {file.architecture}.{key}: {ELSE}")

@@ -60,11 +60,19 @@ def value_of(file: GgufFile, key: str, kind: Any, default: Any = None) -> Any:
     return float(str(np.float32(value)))
 
 
+def needed_value(file: GgufFile, key: str, kind: Any) -> Any:
+    """`value_of` what a model of this architecture has. Raises ValueError, with the key, if the file does not say."""
+    value = value_of(file, key, kind)
+    if value is None:
+        raise ValueError(f"{file.path} has no {file.architecture}.{key}: {ELSE}")
+    return value
+
+
 def size_of(file: GgufFile, key: str, some_layers: bool = False) -> int | None:
     """A size, at least 1; None if the file does not say.
 
     Args:
-        some_layers: whether a list of sizes by layer is read, too, with 0 where a layer has no such part.
+        some_layers: whether layers may have no such part, by 0 in a list of sizes by layer.
 
     Raises:
         ValueError: it is none, or layers have different ones.
@@ -74,16 +82,52 @@ def size_of(file: GgufFile, key: str, some_layers: bool = False) -> int | None:
     file.looked_at.add(full)
     if isinstance(size, np.ndarray):
         of_layers = set(size.tolist()) - ({0} if some_layers else set())
-        if not some_layers or len(of_layers) != 1:
+        if len(of_layers) != 1:
             raise ValueError(f"{file.path} has a {full} of its own for each layer, which is not read: {ELSE}")
         size = of_layers.pop()
     else:
         size = file.get(full, int)
+    if size is not None:
+        _check_size(file, key, size)
+    return size
+
+
+def sizes_of(file: GgufFile, key: str, layers: int) -> list[int]:
+    """A size that layers may have of their own, for each of them.
+
+    Raises ValueError, with the key, if the file does not say, or of another number of layers.
+    """
+    full = f"{file.architecture}.{key}"
+    sizes = file.metadata.get(full)
+    file.looked_at.add(full)
+    if not isinstance(sizes, np.ndarray):
+        return [needed_size(file, key)] * layers
+    if sizes.dtype.kind not in "iu" or len(sizes) != layers:
+        raise ValueError(f"{file.path} has a {full} of {len(sizes)} layers, and its model {layers}: {ELSE}")
+    for size in sizes.tolist():
+        _check_size(file, key, size)
+    return sizes.tolist()
+
+
+def window_layers(file: GgufFile, period: int) -> list[str]:
+    """The kinds of layers: all have windows but the last of each ``period``, unless the file says which."""
+    layers = needed_size(file, "block_count")
+    key = "attention.sliding_window_pattern"
+    pattern = file.metadata.get(f"{file.architecture}.{key}")
+    file.looked_at.add(f"{file.architecture}.{key}")
+    if not isinstance(pattern, np.ndarray):
+        period = size_of(file, key) or period
+        pattern = (np.arange(layers) + 1) % period != 0
+    if len(pattern) != layers:
+        raise ValueError(f"{file.path} has windows in {len(pattern)} layers, and its model {layers} ({key}): {ELSE}")
+    return ["sliding_attention" if window else "full_attention" for window in pattern]
+
+
+def _check_size(file: GgufFile, key: str, size: int) -> None:
     # Far beyond any model, and small enough for products of four to be numbers of 64 bits.
     most = {"context_length": 2**31, "expert_count": 2**12, "expert_used_count": 2**12}.get(key, 2**18)
-    if size is not None and not 1 <= size <= most:
-        raise ValueError(f"{file.path} says that its {full} is {size}: {ELSE}")
-    return size
+    if not 1 <= size <= most:
+        raise ValueError(f"{file.path} says that its {file.architecture}.{key} is {size}: {ELSE}")
 
 
 def needed_size(file: GgufFile, key: str) -> int:

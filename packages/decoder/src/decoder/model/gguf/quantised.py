@@ -1,5 +1,7 @@
 """The model of a file whose weights stay in the file's own formats, as the native library multiplies them."""
 
+import re
+
 import numpy as np
 import torch
 from torch import nn
@@ -23,7 +25,8 @@ from decoder.model.gguf.weights import check_shapes, parameter, sources
 from decoder.model.quantising import GGUF, note_weights
 
 _KEPT = (nn.Linear, nn.Embedding)
-_SCALED = "Gemma3TextScaledWordEmbedding"  # by its name, as few models have it and its module is slow to import
+# By its name, as few models have it and their modules are slow to import.
+_SCALED = re.compile(r"Gemma\w*TextScaledWordEmbedding")
 
 
 def holds_quantised(file: GgufFile) -> bool:
@@ -73,12 +76,13 @@ def _keep_experts(
 ) -> None:
     """Put a stack of experts in its place, and take its parameters from what is ``given``, if formats can stay."""
     names = {name: f"{path}.{name}" for name in model.get_submodule(path)._parameters}
-    tensors = dict(
-        zip(PARTS, (*given[names["gate_up_proj"]].tensors, *given[names["down_proj"]].tensors), strict=False)
-    )
-    if len(tensors) < len(PARTS) or any(_kind_of(file, name) is None for name in tensors.values()):
+    tensors = (*given[names["gate_up_proj"]].tensors, *given[names["down_proj"]].tensors)
+    if any(_kind_of(file, name) is None for name in tensors):
         return
-    matrices = {part: _matrices(file, name) for part, name in tensors.items()}
+    # Gates and what they gate may be one tensor, one behind the other.
+    parts = (2, 1) if len(tensors) < len(PARTS) else (1,) * len(PARTS)
+    each = [own for name, count in zip(tensors, parts, strict=True) for own in _matrices(file, name, count)]
+    matrices = dict(zip(PARTS, each, strict=True))
     biases: dict[str, torch.Tensor] = {}
     if "down_proj_bias" in names:
         of_biases = (*given[names["gate_up_proj_bias"]].tensors, *given[names["down_proj_bias"]].tensors)
@@ -91,13 +95,13 @@ def _keep_experts(
         del given[name]
 
 
-def _matrices(file: GgufFile, name: str) -> list[QuantisedMatrix]:
-    """Of a tensor [experts, out, in], each expert's."""
+def _matrices(file: GgufFile, name: str, parts: int) -> list[list[QuantisedMatrix]]:
+    """Of each of the ``parts`` of the rows of a tensor [experts, out, in], each expert's."""
     kind, tensor = _kind_of(file, name), file.tensors[name]
     assert kind is not None
-    each = np.split(tensor.blocks, tensor.shape[0])
-    matrices = [QuantisedMatrix(kind, blocks) for blocks in each]
-    if not all(matrix.finite for matrix in matrices):
+    blocks = tensor.blocks.reshape(tensor.shape[0], parts, tensor.shape[1] // parts, -1)
+    matrices = [[QuantisedMatrix(kind, own) for own in blocks[:, part]] for part in range(parts)]
+    if not all(matrix.finite for of_part in matrices for matrix in of_part):
         raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}")
     file.release(name)
     return matrices
@@ -111,7 +115,7 @@ def _kept(file: GgufFile, source: Source, module: nn.Module | None, path: str) -
     """The format of the matrix of a module that can stay in it."""
     if len(source.tensors) > 1 or source.number or source.transposed:
         return None
-    if type(module) not in _KEPT and type(module).__name__ != _SCALED:
+    if type(module) not in _KEPT and not _SCALED.fullmatch(type(module).__name__):
         return None
     # Layers that are joined need whole panels; the head is alone.
     if isinstance(module, nn.Linear) and module.out_features % width() and path != "lm_head":

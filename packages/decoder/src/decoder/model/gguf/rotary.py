@@ -13,8 +13,15 @@ OF_ROTARY = ("rope_freqs.weight",)
 _SCALING = "rope.scaling."
 
 
-def rotary_of(file: GgufFile, head_size: int | None) -> dict[str, Any]:
-    """The rotary parameters of heads of a size. Raises ValueError for a scaling that is not read."""
+def rotary_of(file: GgufFile, head_size: int | None, others: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The rotary parameters of heads of a size.
+
+    Args:
+        others: names of keys of scalings that the caller reads.
+
+    Raises:
+        ValueError: angles are scaled in a way that is not read.
+    """
     base = value_of(file, "rope.freq_base", float, 10000.0) or 10000.0
     turned = value_of(file, "rope.dimension_count", int)
     rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
@@ -23,21 +30,21 @@ def rotary_of(file: GgufFile, head_size: int | None) -> dict[str, Any]:
         raise ValueError(f"{file.path} turns {turned} of {head_size} numbers of each head ({key}): {ELSE}")
     if turned and turned != head_size:
         rotary["partial_rotary_factor"] = turned / head_size
-    others = [name for name in file.tensors if name.startswith("rope_f") and name not in OF_ROTARY]
+    stray = [name for name in file.tensors if name.startswith("rope_f") and name not in OF_ROTARY]
     scaled = {key for key in file.metadata if key.startswith(f"{file.architecture}.{_SCALING}")}
     scaling = value_of(file, f"{_SCALING}type", str, "none")
     factor = value_of(file, f"{_SCALING}factor", float, 1.0) * value_of(file, "rope.scale_linear", float, 1.0)
-    if scaling == "yarn" and not others:
-        return rotary | _as_yarn(file, scaled)
-    if scaling != "none" or factor not in (0.0, 1.0) or others:
+    if scaling == "yarn" and not stray:
+        return rotary | _as_yarn(file, scaled, others)
+    if scaling != "none" or factor not in (0.0, 1.0) or stray:
         raise ValueError(f"{file.path} scales its rotary embeddings in a way that is not read: {ELSE}")
     stretched = file.tensors.get(OF_ROTARY[0])
     return rotary if stretched is None else _as_llama3(file, rotary, turned or head_size or 0)
 
 
-def _as_yarn(file: GgufFile, keys: set[str]) -> dict[str, Any]:
+def _as_yarn(file: GgufFile, keys: set[str], others: tuple[str, ...]) -> dict[str, Any]:
     names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "factor": "factor"}
-    read = {*names, "type", "original_context_length", "finetuned"}
+    read = {*names, "type", "original_context_length", "finetuned", *others}
     ones = {"attn_factor", "yarn_attn_factor", "yarn_ext_factor"}
     for key in sorted(keys):
         name = key.rpartition(".")[2]

@@ -24,7 +24,8 @@ class Source(NamedTuple):
         columns: that of columns.
         number: what makes the model's numbers of the file's, in float32.
         transposed: whether rows are columns.
-        axis: where the model has an axis of one that the file has not.
+        axes: how many axes the model has, where the file may have one fewer.
+        axis: where that is, of one.
         wide: whether it is float32 in models of any dtype.
     """
 
@@ -33,7 +34,8 @@ class Source(NamedTuple):
     columns: Order | None = None
     number: Callable[[torch.Tensor], torch.Tensor] | None = None
     transposed: bool = False
-    axis: int | None = None
+    axes: int = 0
+    axis: int = 0
     wide: bool = False
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -44,7 +46,7 @@ class Source(NamedTuple):
         made[at] = sum(shape[at] for shape in shapes)
         if self.transposed:
             made[-2:] = made[:-3:-1]
-        if self.axis is not None:
+        if len(made) < self.axes:
             made.insert(self.axis, 1)
         return tuple(made)
 
@@ -90,11 +92,11 @@ def glm4_moe(config: PreTrainedConfig, name: str) -> dict:
 
 
 def lfm2(config: PreTrainedConfig, name: str) -> dict:
-    return {"axis": 1} if name == "shortconv.conv.weight" else {}
+    return {"axes": 3, "axis": 1} if name == "shortconv.conv.weight" else {}
 
 
 def shared_expert(config: PreTrainedConfig, name: str) -> dict:
-    return {"axis": 0} if name == "ffn_gate_inp_shexp.weight" else {}
+    return {"axes": 2} if name == "ffn_gate_inp_shexp.weight" else {}
 
 
 def qwen3_5(config: PreTrainedConfig, name: str) -> dict:
@@ -124,7 +126,7 @@ def _delta_rule(config: PreTrainedConfig, name: str) -> dict:
     changed = norms_around_one(config, name) | shared_expert(config, name)
     if name == "ssm_a":
         changed["number"] = _logarithm_of_decay
-    return changed | ({"axis": 1} if name == "ssm_conv1d.weight" else {})
+    return changed | ({"axes": 3, "axis": 1} if name == "ssm_conv1d.weight" else {})
 
 
 def _less_one(numbers: torch.Tensor) -> torch.Tensor:

@@ -94,4 +94,4 @@ def parameter(file: GgufFile, source: Source, dtype: torch.dtype) -> torch.Tenso
         made = source.number(made).to(dtype)
     if source.transposed:
         made = made.transpose(-1, -2).contiguous()
-    return made if source.axis is None else made.unsqueeze(source.axis)
+    return made.unsqueeze(source.axis) if made.ndim < source.axes else made

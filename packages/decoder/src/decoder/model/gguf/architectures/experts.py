@@ -1,0 +1,118 @@
+"""Architectures with experts in layers of attention."""
+
+from typing import Any
+
+from decoder.model.gguf import sources
+from decoder.model.gguf.architectures.base import ATTENTION, GATED, HEAD_NORMS, Architecture, in_first_layer
+from decoder.model.gguf.file import ELSE, GgufFile
+from decoder.model.gguf.keys import needed_size, size_of, value_of
+from decoder.model.gguf.rotary import rotary_of
+
+_SIGMOID = 2  # of llama.cpp's functions that make weights of logits
+# Stacks of experts are parameters themselves, not weights of modules.
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+}
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+
+def experts(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    """The keys of experts with a softmax before them."""
+    values: dict[str, Any] = {
+        "num_experts": needed_size(file, "expert_count"),
+        "num_experts_per_tok": needed_size(file, "expert_used_count"),
+    }
+    if architecture.model_type == "mixtral":
+        return {"num_local_experts": values.pop("num_experts"), **values}
+    values["moe_intermediate_size"] = size_of(file, "expert_feed_forward_length")
+    if architecture.model_type != "qwen2_moe":
+        # llama.cpp always normalises their weights, too.
+        values["norm_topk_prob"] = True
+    else:
+        values["qkv_bias"] = in_first_layer(file, "attn_q.bias")
+        experts = file.tensors.get("blk.0.ffn_gate_exps.weight")
+        if values["moe_intermediate_size"] is None and experts is not None:
+            values["moe_intermediate_size"] = experts.shape[-2]
+    shared = file.tensors.get("blk.0.ffn_gate_shexp.weight")
+    values["shared_expert_intermediate_size"] = None if shared is None else shared.shape[0]
+    return values
+
+
+def _gpt_oss(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    # llama.cpp rounds the borders of YaRN's ramp to whole numbers, which the model was not trained with.
+    whole = {"truncate": False} if value_of(file, "rope.scaling.type", str) == "yarn" else {}
+    return {
+        "num_local_experts": needed_size(file, "expert_count"),
+        "num_experts_per_tok": needed_size(file, "expert_used_count"),
+        "intermediate_size": needed_size(file, "expert_feed_forward_length"),
+        "sliding_window": needed_size(file, "attention.sliding_window"),
+        "attention_bias": in_first_layer(file, "attn_q.bias"),
+        "rope_parameters": rotary_of(file, size_of(file, "attention.key_length")) | whole,
+    }
+
+
+def _glm4_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    if (function := value_of(file, "expert_gating_func", int, _SIGMOID)) != _SIGMOID:
+        key = f"{file.architecture}.expert_gating_func"
+        raise ValueError(f"{file.path} chooses experts by a function that is not read ({key} {function}): {ELSE}")
+    return {
+        "n_routed_experts": needed_size(file, "expert_count"),
+        "num_experts_per_tok": needed_size(file, "expert_used_count"),
+        "moe_intermediate_size": needed_size(file, "expert_feed_forward_length"),
+        "n_shared_experts": needed_size(file, "expert_shared_count"),
+        "first_k_dense_replace": value_of(file, "leading_dense_block_count", int, 0),
+        "routed_scaling_factor": value_of(file, "expert_weights_scale", float, 1.0),
+        "norm_topk_prob": value_of(file, "expert_weights_norm", bool, False),
+        "n_group": size_of(file, "expert_group_count") or 1,
+        "topk_group": size_of(file, "expert_group_used_count") or 1,
+        "attention_bias": in_first_layer(file, "attn_q.bias"),
+        "use_qk_norm": in_first_layer(file, "attn_q_norm.weight"),
+    }
+
+
+OF_EXPERTS = {
+    "mixtral": Architecture("mixtral", ATTENTION | EXPERTS, experts, change=sources.rotary_pairs),
+    "qwen2moe": Architecture("qwen2_moe", ATTENTION | EXPERTS | SHARED_EXPERT, experts, change=sources.shared_expert),
+    "qwen3moe": Architecture("qwen3_moe", ATTENTION | EXPERTS | HEAD_NORMS, experts),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        ATTENTION
+        | HEAD_NORMS
+        | GATED
+        | EXPERTS
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        },
+        _glm4_moe,
+        change=sources.glm4_moe,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        ATTENTION
+        | EXPERTS
+        | {
+            "attn_sinks.weight": "self_attn.sinks",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        _gpt_oss,
+        change=sources.gpt_oss,
+    ),
+}
+"""By llama.cpp's names, but for "mixtral", which is a "llama" with experts there."""

@@ -1,0 +1,125 @@
+"""Architectures with layers of recurrent states, or of convolutions, beside those of attention."""
+
+from typing import Any
+
+import numpy as np
+
+from decoder.model.gguf import sources
+from decoder.model.gguf.architectures.base import ATTENTION, GATED, HEAD_NORMS, OUTSIDE, RMS_NORM, Architecture
+from decoder.model.gguf.architectures.experts import EXPERTS, SHARED_EXPERT, experts
+from decoder.model.gguf.file import GgufFile
+from decoder.model.gguf.keys import needed_size, size_of, value_of
+from decoder.model.gguf.rotary import rotary_of
+
+_DELTA_RULE = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_MIXED_DELTA_RULE = _DELTA_RULE | {
+    "attn_qkv": "linear_attn.in_proj_qkvz",
+    "attn_gate": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+}
+_SHORT_CONVOLUTIONS = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_OUTSIDE_OF_LFM2 = OUTSIDE | {"token_embd_norm": "model.embedding_norm"}
+_HYBRID = ATTENTION | HEAD_NORMS | {"post_attention_norm": "post_attention_layernorm"}
+
+
+def _lfm2(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    return {
+        "num_key_value_heads": size_of(file, "attention.head_count_kv", some_layers=True),
+        "conv_L_cache": needed_size(file, "shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in file.tensors),
+        # The size is in the file as it is in the model.
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": _layer_types(file, "shortconv.conv.weight", "conv"),
+    }
+
+
+def _lfm2moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    return {
+        **_lfm2(file, architecture),
+        "num_experts": needed_size(file, "expert_count"),
+        "num_experts_per_tok": needed_size(file, "expert_used_count"),
+        "moe_intermediate_size": needed_size(file, "expert_feed_forward_length"),
+        "num_dense_layers": value_of(file, "leading_dense_block_count", int, 0),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors),
+    }
+
+
+def _delta_rule(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    heads = needed_size(file, "ssm.time_step_rank")
+    values = {
+        "linear_conv_kernel_dim": needed_size(file, "ssm.conv_kernel"),
+        "linear_key_head_dim": needed_size(file, "ssm.state_size"),
+        "linear_num_key_heads": needed_size(file, "ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": needed_size(file, "ssm.inner_size") // heads,
+        "layer_types": _layer_types(file, "ssm_a", "linear_attention"),
+        "attention_bias": any(name.endswith("attn_q.bias") for name in file.tensors),
+    }
+    sections = value_of(file, "rope.dimension_sections", np.ndarray)
+    if sections is not None:
+        rotary = rotary_of(file, size_of(file, "attention.key_length"))
+        values["rope_parameters"] = rotary | {"mrope_interleaved": True, "mrope_section": sections[:3].tolist()}
+    return values | (experts(file, architecture) if "ffn_gate_inp" in architecture.names else {})
+
+
+def _layer_types(file: GgufFile, name: str, kind: str) -> list[str]:
+    """The layers that have a tensor of this name are of a ``kind`` of their own."""
+    count = needed_size(file, "block_count") - (size_of(file, "nextn_predict_layers") or 0)
+    return [kind if f"blk.{i}.{name}" in file.tensors else "full_attention" for i in range(count)]
+
+
+RECURRENT = {
+    "qwen3next": Architecture(
+        "qwen3_next", _HYBRID | EXPERTS | SHARED_EXPERT | _MIXED_DELTA_RULE, _delta_rule, change=sources.qwen3_next
+    ),
+    "qwen35": Architecture("qwen3_5_text", _HYBRID | GATED | _DELTA_RULE, _delta_rule, change=sources.qwen3_5),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", _HYBRID | EXPERTS | SHARED_EXPERT | _DELTA_RULE, _delta_rule, change=sources.qwen3_5
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        _SHORT_CONVOLUTIONS,
+        _lfm2,
+        norm=(RMS_NORM, "norm_eps"),
+        outside=_OUTSIDE_OF_LFM2,
+        change=sources.lfm2,
+        by_layer=("attention.head_count_kv",),
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        _SHORT_CONVOLUTIONS
+        | {name: path.replace("mlp.", "feed_forward.") for name, path in EXPERTS.items()}
+        | {"exp_probs_b.bias": "feed_forward.expert_bias"},
+        _lfm2moe,
+        norm=(RMS_NORM, "norm_eps"),
+        outside=_OUTSIDE_OF_LFM2,
+        change=sources.lfm2,
+        by_layer=("attention.head_count_kv",),
+    ),
+}
+"""By llama.cpp's names."""
