@@ -488,8 +488,14 @@ def test_layers_that_predict_further_tokens_are_left_out_and_matrices_stay_in_th
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [("gpt-oss", "MXFP4"), ("qwen3moe", "Q8_0"), ("mixtral", "MXFP4"), ("qwen35moe", "Q8_0"), ("glm4moe", "Q8_0")]
-    + [("gemma4 with experts", "Q8_0")],
+    [
+        ("gpt-oss", "MXFP4"),
+        ("qwen3moe", "Q8_0"),
+        ("mixtral", "MXFP4"),
+        ("qwen35moe", "Q8_0"),
+        ("glm4moe", "Q8_0"),
+        ("gemma4 with experts", "Q8_0"),
+    ],
 )
 def test_experts_stay_in_the_formats_of_the_file(tmp_path, with_native, architecture, name):
     """And their texts are those of plain decoding to the last bit, whatever is verified."""
