@@ -64,6 +64,10 @@ OF_GEMMA4 = {
     "rope.dimension_count_swa": 16,
     "final_logit_softcapping": 3.0,
 }
+OF_GEMMA3 = {
+    "full_attention": dict(rope_type="linear", factor=8.0),
+    "sliding_attention": dict(rope_type="default", rope_theta=10000.0),
+}
 OF_OLMO = {
     "full_attention": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
     "sliding_attention": dict(rope_type="default", rope_theta=10000.0),
@@ -102,7 +106,22 @@ KINDS = {
         | dict(final_logit_softcapping=2.0),
         {"attention.key_length": 16, "attention.sliding_window": 16, "final_logit_softcapping": 2.0},
     ),
-    "qwen35": ("qwen3_5_text", DELTA, OF_DELTA | {"rope.dimension_sections": [1, 1, 0, 0]}),
+    "gemma3 of 4B": (
+        "gemma3_text",
+        dict(head_dim=16, tie_word_embeddings=True, query_pre_attn_scalar=16, sliding_window=16, num_hidden_layers=7)
+        | dict(rope_parameters=OF_GEMMA3),
+        {
+            "attention.key_length": 16,
+            "attention.sliding_window": 16,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+    "qwen35": (
+        "qwen3_5_text",
+        DELTA,
+        OF_DELTA | {"attention.recurrent_layers": [True, True, True, False], "rope.dimension_sections": [1, 1, 0, 0]},
+    ),
     "qwen35moe": (
         "qwen3_5_moe_text",
         EXPERTS | DELTA | dict(shared_expert_intermediate_size=48),
@@ -227,6 +246,7 @@ THEIRS = {
     "mixtral": "llama",
     "olmo3": "olmo2",
     "ministral3": "mistral3",
+    "gemma3 of 4B": "gemma3",
     "gemma4 with experts": "gemma4",
 }
 
@@ -448,6 +468,7 @@ def test_a_key_that_is_missing_or_wrong_is_named(tmp_path, architecture, key):
         ("mixtral", "expert_group_count", 2),
         ("gpt-oss", "attention.sliding_window_pattern", [True, False]),
         ("gemma3", "attn_logit_softcapping", 5.0),
+        ("gemma4", "attention.value_length", 8),
         ("lfm2", "anything.else", 1),
     ],
 )

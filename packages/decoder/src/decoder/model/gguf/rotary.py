@@ -36,10 +36,23 @@ def rotary_of(file: GgufFile, head_size: int | None, others: tuple[str, ...] = (
     factor = value_of(file, f"{_SCALING}factor", float, 1.0) * value_of(file, "rope.scale_linear", float, 1.0)
     if scaling == "yarn" and not stray:
         return rotary | _as_yarn(file, scaled, others)
+    if scaling == "linear" and factor and not stray and OF_ROTARY[0] not in file.tensors:
+        return rotary | {"rope_type": "linear", "factor": factor}
     if scaling != "none" or factor not in (0.0, 1.0) or stray:
         raise ValueError(f"{file.path} scales its rotary embeddings in a way that is not read: {ELSE}")
     stretched = file.tensors.get(OF_ROTARY[0])
     return rotary if stretched is None else _as_llama3(file, rotary, turned or head_size or 0)
+
+
+def rotary_by_layer(file: GgufFile, head_size: int | None, local: float | None = None) -> dict[str, Any]:
+    """The rotary parameters by kind of layer, where those of windows are not scaled.
+
+    Args:
+        local: the base in layers of windows, where the file does not say; that of the others if it is None.
+    """
+    full = rotary_of(file, head_size)
+    base = value_of(file, "rope.freq_base_swa", float, local or full["rope_theta"])
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
 
 
 def _as_yarn(file: GgufFile, keys: set[str], others: tuple[str, ...]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from decoder.model.gguf.architectures.base import (
 )
 from decoder.model.gguf.file import GgufFile
 from decoder.model.gguf.keys import needed_size, needed_value, size_of, value_of, window_layers
-from decoder.model.gguf.rotary import rotary_of
+from decoder.model.gguf.rotary import rotary_by_layer, rotary_of
 
 
 def _llama(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
@@ -64,13 +64,6 @@ def _some_windows(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     window = value_of(file, "attention.sliding_window", int) or None
     kinds = window_layers(file, 4) if window else ["full_attention"] * needed_size(file, "block_count")
     return {"sliding_window": window, "layer_types": kinds}
-
-
-def _scaled_in_full_layers(file: GgufFile, head_size: int | None) -> dict[str, Any]:
-    """Rotary embeddings by kind of layer: those of windows are not scaled."""
-    full = rotary_of(file, head_size)
-    base = value_of(file, "rope.freq_base_swa", float, full["rope_theta"])
-    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
 
 
 def _cohere2(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
@@ -126,7 +119,7 @@ DENSE = {
         "olmo3",
         _NORMS_BEHIND,
         lambda file, architecture: _biased(file, architecture) | _some_windows(file, architecture),
-        rotary=_scaled_in_full_layers,
+        rotary=rotary_by_layer,
     ),
     "exaone4": Architecture("exaone4", _NORMS_BEHIND, _some_windows),
     "glm4": Architecture(

@@ -8,7 +8,7 @@ from decoder.model.gguf.file import ELSE, GgufFile
 from decoder.model.gguf.keys import needed_size, size_of, value_of
 from decoder.model.gguf.rotary import rotary_of
 
-_SIGMOID = 2  # of llama.cpp's functions that make weights of logits
+SIGMOID = 2  # of llama.cpp's functions that make weights of logits
 # Stacks of experts are parameters themselves, not weights of modules.
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -47,6 +47,13 @@ def experts(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return values
 
 
+def check_gating(file: GgufFile, function: int) -> None:
+    """Raise ValueError for a file that makes experts' weights by another function than this one of llama.cpp's."""
+    if (told := value_of(file, "expert_gating_func", int, function)) != function:
+        key = f"{file.architecture}.expert_gating_func"
+        raise ValueError(f"{file.path} chooses experts by a function that is not read ({key} {told}): {ELSE}")
+
+
 def _gpt_oss(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     # llama.cpp rounds the borders of YaRN's ramp to whole numbers, which the model was not trained with.
     whole = {"truncate": False} if value_of(file, "rope.scaling.type", str) == "yarn" else {}
@@ -61,9 +68,7 @@ def _gpt_oss(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
 
 
 def _glm4_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
-    if (function := value_of(file, "expert_gating_func", int, _SIGMOID)) != _SIGMOID:
-        key = f"{file.architecture}.expert_gating_func"
-        raise ValueError(f"{file.path} chooses experts by a function that is not read ({key} {function}): {ELSE}")
+    check_gating(file, SIGMOID)
     return {
         "n_routed_experts": needed_size(file, "expert_count"),
         "num_experts_per_tok": needed_size(file, "expert_used_count"),

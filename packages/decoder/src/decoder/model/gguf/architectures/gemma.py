@@ -1,5 +1,6 @@
 """Gemma's architectures: windows, norms on both sides, sizes that differ between layers."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from decoder.model.gguf import sources
 from decoder.model.gguf.architectures.base import ATTENTION, GATED, HEAD_NORMS, OUTSIDE, Architecture
 from decoder.model.gguf.file import ELSE, GgufFile
 from decoder.model.gguf.keys import needed_size, needed_value, size_of, sizes_of, value_of, window_layers
-from decoder.model.gguf.rotary import OF_ROTARY
+from decoder.model.gguf.rotary import OF_ROTARY, rotary_by_layer
 
 _NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -37,16 +38,10 @@ def _gemma2(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
 
 
 def _gemma3(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
-    """Its layers have windows, but for each sixth, and rotary embeddings of their own."""
-    base = value_of(file, "rope.freq_base", float, 10000.0)
-    local = value_of(file, "rope.freq_base_swa", float, 10000.0)
+    """Its layers have windows, but for each sixth."""
     return {
         "sliding_window": value_of(file, "attention.sliding_window", int),
         "layer_types": window_layers(file, 6),
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": base},
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
         "query_pre_attn_scalar": _scaled_like_heads(file, 62),
         "final_logit_softcapping": value_of(file, "final_logit_softcapping", float) or None,
     }
@@ -68,11 +63,14 @@ def _gemma4(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         or (doubled and inner != [inner[0]] * (len(kinds) - shared) + [2 * inner[0]] * shared)
     ):
         raise ValueError(f"{file.path} has sizes of its own for each layer in a way that is not read: {ELSE}")
+    size = needed_size(file, "attention.key_length_swa")
+    if size_of(file, "attention.value_length_swa") not in (None, size):
+        raise ValueError(f"{file.path} has values of another size than keys: {ELSE}")
     experts = size_of(file, "expert_count")
     values = {
         "layer_types": kinds,
         "sliding_window": needed_size(file, "attention.sliding_window"),
-        "head_dim": needed_size(file, "attention.key_length_swa"),
+        "head_dim": size,
         "global_head_dim": needed_size(file, "attention.key_length"),
         "num_key_value_heads": int(kv_heads[np.argmin(full)]),
         "intermediate_size": inner[0],
@@ -109,6 +107,8 @@ def _gemma4_rotary(file: GgufFile, head_size: int | None) -> dict[str, Any]:
         local["partial_rotary_factor"] = turned / size
     stored = file.tensors.get(OF_ROTARY[0])
     size = needed_size(file, "attention.key_length")
+    if value_of(file, "rope.dimension_count", int, size) != size:
+        raise ValueError(f"{file.path} turns a part of each head in a way that is not read: {ELSE}")
     factors = np.ones(size // 2, np.float32)
     if stored is not None:
         factors = stored.blocks.reshape(-1).view("<f4") if stored.format.name == "F32" else np.zeros(0, np.float32)
@@ -123,7 +123,13 @@ def _gemma4_rotary(file: GgufFile, head_size: int | None) -> dict[str, Any]:
 GEMMA = {
     "gemma": Architecture("gemma", ATTENTION | GATED, change=sources.norms_around_one),
     "gemma2": Architecture("gemma2", _LAYER, _gemma2, change=sources.norms_around_one),
-    "gemma3": Architecture("gemma3_text", _LAYER | HEAD_NORMS, _gemma3, change=sources.norms_around_one),
+    "gemma3": Architecture(
+        "gemma3_text",
+        _LAYER | HEAD_NORMS,
+        _gemma3,
+        change=sources.norms_around_one,
+        rotary=partial(rotary_by_layer, local=10000.0),
+    ),
     "gemma4": Architecture(
         "gemma4_text",
         _LAYER

@@ -6,8 +6,8 @@ import numpy as np
 
 from decoder.model.gguf import sources
 from decoder.model.gguf.architectures.base import ATTENTION, GATED, HEAD_NORMS, OUTSIDE, RMS_NORM, Architecture
-from decoder.model.gguf.architectures.experts import EXPERTS, SHARED_EXPERT, experts
-from decoder.model.gguf.file import GgufFile
+from decoder.model.gguf.architectures.experts import EXPERTS, SHARED_EXPERT, SIGMOID, check_gating, experts
+from decoder.model.gguf.file import ELSE, GgufFile
 from decoder.model.gguf.keys import needed_size, size_of, value_of
 from decoder.model.gguf.rotary import rotary_of
 
@@ -59,6 +59,7 @@ def _lfm2(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
 
 
 def _lfm2moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    check_gating(file, SIGMOID)
     return {
         **_lfm2(file, architecture),
         "num_experts": needed_size(file, "expert_count"),
@@ -90,7 +91,11 @@ def _delta_rule(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
 def _layer_types(file: GgufFile, name: str, kind: str) -> list[str]:
     """The layers that have a tensor of this name are of a ``kind`` of their own."""
     count = needed_size(file, "block_count") - (size_of(file, "nextn_predict_layers") or 0)
-    return [kind if f"blk.{i}.{name}" in file.tensors else "full_attention" for i in range(count)]
+    found = [f"blk.{i}.{name}" in file.tensors for i in range(count)]
+    told = value_of(file, key := "attention.recurrent_layers", np.ndarray)
+    if told is not None and told[:count].tolist() != found:
+        raise ValueError(f"{file.path} has other recurrent layers than its {file.architecture}.{key} says: {ELSE}")
+    return [kind if own else "full_attention" for own in found]
 
 
 RECURRENT = {
