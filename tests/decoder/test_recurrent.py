@@ -1,5 +1,7 @@
 """Recurrent layers and compressed keys: every text is plain decoding's, however it is read, drafted or resumed."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -11,6 +13,7 @@ from decoder.backends.reference.mixers import mixers_of
 from decoder.cache.full import FullCache
 from decoder.cache.partial import ranked
 from decoder.model.architectures import refuse_unsupported
+from decoder.model.loading import read_config
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import VOCAB, assert_preempted_as_alone, random_heads, some
@@ -297,6 +300,21 @@ REFUSED = {
 def test_what_cannot_be_done_is_told_from_the_configuration(model_type):
     with pytest.raises(ValueError, match=f"^{model_type} .*{REFUSED[model_type]}"):
         refuse_unsupported(AutoConfig.for_model(model_type))
+
+
+WRITTEN = {
+    "granitemoehybrid": dict(layer_types=["mamba", "attention", "mamba"]),
+    "nemotron_h": dict(layers_block_type=["mamba", "mlp", "attention", "moe"]),
+    "zamba2": dict(layers_block_type=["mamba", "hybrid", "mamba"]),
+}
+
+
+@pytest.mark.parametrize("model_type", WRITTEN)
+def test_kinds_of_layers_may_have_the_names_of_published_folders(model_type, tmp_path):
+    [kinds] = WRITTEN[model_type].values()
+    written = dict(model_type=model_type, num_hidden_layers=len(kinds), **WRITTEN[model_type])
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert read_config(tmp_path).num_hidden_layers == len(kinds)
 
 
 CHANGES = {

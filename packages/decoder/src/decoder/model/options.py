@@ -67,7 +67,7 @@ _SOME = re.compile(
 )
 # Lists of the kinds of layers, and all kinds that there are.
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
-_KNOWN_KINDS = {*ALLOWED_LAYER_TYPES, *"attention", "mamba", "mlp"}
+_KNOWN_KINDS = {*ALLOWED_LAYER_TYPES, "attention", "mamba", "mlp"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Heads that share keys, or states, with as many others each.
 _SHARING = {
