@@ -155,9 +155,21 @@ def with_recorder(dec, recorder):
     return dec
 
 
+def random_tokens(count, seed, vocabulary=VOCAB):
+    """A text of random tokens."""
+    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 @pytest.fixture(scope="session")
 def prompt():
-    return torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+    return random_tokens(40, 7)
+
+
+def transformers_text(model, prompt, new, **settings):
+    """The new tokens of transformers' own greedy text."""
+    ids = torch.tensor([prompt])
+    given = dict(do_sample=False, max_new_tokens=new, pad_token_id=0, **settings)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, len(prompt) :].tolist()
 
 
 def assert_preempted_as_alone(dec, room, options, monkeypatch):

@@ -10,7 +10,7 @@ from decoder import Decoder
 from decoder.backends.native.activations import Activation, activations
 from decoder.cache.full import FullCache
 
-from .conftest import VOCAB, tiny_llama
+from .conftest import random_tokens, tiny_llama
 
 FUNCTIONS = {
     "silu": functional.silu,
@@ -46,7 +46,7 @@ def test_rows_have_the_bits_that_they_have_alone(name, width, dtype, threads):
 def test_a_prompt_in_pieces_has_the_same_bits(activation, threads, with_native):
     """In layers that are fused (SiLU) and in transformers' own."""
     dec = Decoder(tiny_llama(torch.float32, intermediate_size=1024, hidden_act=activation), bitwise=True)
-    ids = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = random_tokens(200, 1)
     caches = []
     for size in (200, 7):
         cache = FullCache(len(ids) + 8)

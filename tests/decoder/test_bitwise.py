@@ -19,7 +19,7 @@ from decoder.backends.native.whole_model import WholeModel
 from decoder.cache.full import FullCache
 from decoder.model import target
 
-from .conftest import VOCAB, all_heads, tiny_llama
+from .conftest import VOCAB, all_heads, random_tokens, tiny_llama, transformers_text
 from .test_families import FAMILIES, ONCE_EACH, tiny
 
 pytestmark = pytest.mark.usefixtures("with_native")
@@ -43,7 +43,7 @@ def exact(request):
 
 @pytest.fixture(scope="module")
 def prompt():
-    return torch.randint(VOCAB, (70,), generator=torch.Generator().manual_seed(4)).tolist()
+    return random_tokens(70, 4)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_families_hold_it_or_say_why_not(name, dtype):
         with pytest.raises(ValueError, match="bitwise cannot be had here"):
             Decoder(dec.model, bitwise=True)
         return
-    prompt = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = random_tokens(40, 1)
     plain = dec.generate(prompt, 16, "ar", SAMPLINGS[1], return_logprobs=True)
     for method in ("suffix", "magicdec"):
         out = dec.generate(prompt, 16, method, SAMPLINGS[1], TokenSwiftOptions(budget=24), return_logprobs=True)
@@ -313,7 +313,7 @@ def test_what_replaces_a_layer_from_outside_takes_effect(prompt, change, monkeyp
 
         handle = nn.modules.module.register_module_forward_hook(doubled)
     try:
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+        expected = transformers_text(model, prompt, 20)
         drafted = dec.generate(prompt, 20, "suffix", SAMPLINGS[0]).token_ids
     finally:
         if handle is not None:

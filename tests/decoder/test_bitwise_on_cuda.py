@@ -16,7 +16,7 @@ from decoder.backends.modules import ModulePass
 from decoder.backends.norms import FusedNorm
 from decoder.sampling import filters
 
-from .conftest import VOCAB, all_heads, some, tiny_llama
+from .conftest import all_heads, random_tokens, some, tiny_llama
 from .tape import TapeRecorder
 from .test_families import FAMILIES, tiny
 from .test_graphs import Unrecorded
@@ -42,7 +42,7 @@ def narrow(monkeypatch, request):
 
 @pytest.fixture(scope="module")
 def prompt():
-    return torch.randint(VOCAB, (75,), generator=torch.Generator().manual_seed(4)).tolist()
+    return random_tokens(75, 4)
 
 
 def on_cuda(model, recorder=None, bitwise=True, **others):
@@ -283,7 +283,7 @@ def test_on_a_gpu_every_method_gives_the_bits_of_plain_decoding(dtype):
     small = larger_llama(dtype, seed=2, num_hidden_layers=1)
     dec = Decoder(model, heads=all_heads(model), draft_model=small, bitwise=True)
     assert dec.bitwise, dec.report()
-    prompt = torch.randint(VOCAB, (1500,), generator=torch.Generator().manual_seed(4)).tolist()
+    prompt = random_tokens(1500, 4)
     plain = generated(dec, prompt, new=150)
     for name in methods():
         for options in (OPTIONS, TokenSwiftOptions(tree=(1, 3, 3, 3), ngrams=20, budget=256)):
@@ -314,7 +314,7 @@ def test_on_a_gpu_it_costs_little():
         model = tiny_llama(torch.bfloat16, **shape, num_hidden_layers=16, vocab_size=32_000)
     decoders = [Decoder(model, bitwise=on) for on in (False, True)]
     assert decoders[1].bitwise, decoders[1].report()
-    prompt = torch.randint(32_000, (2048,), generator=torch.Generator().manual_seed(4)).tolist()
+    prompt = random_tokens(2048, 4, 32_000)
     decoding, prefill = [], []
     for _ in range(6):
         stats = [dec.generate(prompt, 100, "ar", SAMPLING).stats for dec in decoders]

@@ -18,7 +18,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.model.target import Target
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, clocked, finding, random_heads, some
+from .conftest import clocked, finding, random_heads, random_tokens, some
 
 GREEDY = SamplingParams(temperature=0)
 PENALISED = SamplingParams(seed=5, min_p=0.05, repetition_penalty=1.2)
@@ -281,7 +281,7 @@ def test_the_settings_used_last_are_remembered(model, prompt):
 def test_drafts_that_were_never_right_are_not_tried_again_text_after_text(model, monkeypatch):
     clocked(monkeypatch, 0.2)
     dec = Decoder(model, heads=random_heads(model))
-    prompt = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    prompt = random_tokens(40, 3)
     # Heads that know neither the model nor its noise.
     asked = {"method": "auto", "options": TokenSwiftOptions(coupled=False)}
     drafted = []

@@ -21,7 +21,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.heads import kind_in
 from decoder.sampling.sampler import Sampler
 
-from .conftest import VOCAB, assert_preempted_as_alone, drafted_levels, random_heads, tiny_llama
+from .conftest import VOCAB, assert_preempted_as_alone, drafted_levels, random_heads, random_tokens, tiny_llama
 from .test_families import tiny
 
 IDS, LAYERS, BLOCK, MASK = [0, 2], (1, 3), 6, 47
@@ -176,7 +176,7 @@ def test_drafts_are_those_of_the_definition(tmp_path, target_model, layout, mode
     tensors = write(model, tmp_path, layout, part)
     dec = Decoder(deepcopy(target_model).to(dtype), heads=tmp_path)
     assert dec.target.feature_layers == LAYERS
-    text = torch.randint(VOCAB, (240,), generator=torch.Generator().manual_seed(0)).tolist()
+    text = random_tokens(240, 0)
     features, embed = features_of(target_model, text), target_model.get_input_embeddings()
     head = target_model.lm_head if part is None else lambda state: state @ tensors["lm_head.weight"].T
     end, levels = 100, levels_of(dec, text[:100])
@@ -254,7 +254,7 @@ def test_a_kept_prefix_is_gone_on_from(target_model, monkeypatch):
     dec, kept = Decoder(target_model, heads=draft_model(), prefix_cache_bytes=1 << 22), []
     begin, whole = BlockLevels.begin_with, Decoder(target_model, heads=draft_model())
     monkeypatch.setattr(BlockLevels, "begin_with", lambda levels, *args: kept.append(args) or begin(levels, *args))
-    prompt = torch.randint(VOCAB, (90,), generator=torch.Generator().manual_seed(2)).tolist()
+    prompt = random_tokens(90, 2)
     longer = prompt + dec.generate(prompt, 20, "medusa", GREEDY, TREE).token_ids[:10]
     again, fresh = (each.generate(longer, 30, "medusa", GREEDY, TREE) for each in (dec, whole))
     assert kept[0][0] is not None and kept[0][1] > 80

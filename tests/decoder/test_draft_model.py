@@ -20,7 +20,7 @@ from decoder.request import GenerationRequest
 from decoder.sampling.native_choice import native_choice
 from decoder.sampling.sampler import Sampler
 
-from .conftest import VOCAB, clocked, random_heads, some, tiny_llama
+from .conftest import VOCAB, clocked, random_heads, random_tokens, some, tiny_llama
 
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0),
@@ -160,7 +160,7 @@ def test_bit_for_bit(prompt, dtype, method):
 def test_the_prompt_is_read_in_parts_that_others_can_run_between(model, monkeypatch):
     dec = Decoder(model, draft_model=near(model, 0.05), prefix_cache_bytes=1 << 24)
     monkeypatch.setattr("decoder.model.target._PREFILL_CHUNK", 64)
-    prompt = torch.randint(VOCAB, (300,), generator=torch.Generator().manual_seed(3)).tolist()
+    prompt = random_tokens(300, 3)
     reads, read = [], DraftModelLevels.read_prompt
     monkeypatch.setattr(DraftModelLevels, "read_prompt", lambda levels, end: reads.append(end) or read(levels, end))
     expected = dec.generate(prompt, 30, "ar").token_ids

@@ -5,7 +5,7 @@ import torch
 
 from decoder import Decoder, DraftHeads, SamplingParams, TokenSwiftOptions
 
-from .conftest import VOCAB, clocked, random_heads, tiny_llama
+from .conftest import VOCAB, clocked, random_heads, random_tokens, tiny_llama
 
 
 def markov_llama():
@@ -141,7 +141,7 @@ def test_the_small_model_may_be_changed_between_generations(model, dec, prompt):
 
 
 def test_the_small_model_reads_a_long_prompt_in_chunks(model, dec):
-    prompt = torch.randint(VOCAB, (600,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = random_tokens(600, 1)
     sampling, options = SamplingParams(seed=3), TokenSwiftOptions(budget=40)
     expected = dec.generate(prompt, 30, "ar", sampling).token_ids
     assert dec.generate(prompt, 30, "triforce", sampling, options).token_ids == expected

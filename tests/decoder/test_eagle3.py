@@ -17,7 +17,7 @@ from decoder.eagle3.config import Eagle3Config, default_layers
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.sampling.sampler import Sampler
 
-from .conftest import VOCAB, drafted_levels, random_heads, tiny_llama
+from .conftest import VOCAB, drafted_levels, random_heads, random_tokens, tiny_llama
 from .recurrent_models import LATENTS
 from .test_families import tiny
 from .test_windows import FAMILIES as WINDOWED
@@ -79,7 +79,7 @@ def test_decoding_drafts_what_training_computes(target_model, window):
     """The referee is the training-time test over the whole text at once, with transformers' own hidden states."""
     dec = Decoder(target_model, heads=draft_model(window))
     heads = dec.heads["eagle3"]
-    text = torch.randint(VOCAB, (640,), generator=torch.Generator().manual_seed(0)).tolist()
+    text = random_tokens(640, 0)
     features, embed = features_of(target_model, text), target_model.get_input_embeddings()
     prompt, levels = text[:600], levels_of(dec, text[:600])
     for part in (slice(0, 7), slice(7, 580), slice(580, 599)):
@@ -107,7 +107,7 @@ def test_decoding_drafts_what_training_computes(target_model, window):
 @torch.no_grad()
 def test_a_branch_is_drafted_as_a_chain_of_its_own(target_model):
     dec = Decoder(target_model, heads=draft_model(window=9))
-    text = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    text = random_tokens(40, 1)
     features = features_of(target_model, text)
     sampler = Sampler(SamplingParams(temperature=0), VOCAB, torch.device("cpu"), text)
 

@@ -11,7 +11,7 @@ from decoder.backends.native.experts import PackedExperts, PackedRouter, are_exp
 from decoder.backends.native.packed_linear import packing
 from decoder.work import finish
 
-from .conftest import VOCAB, random_heads, some
+from .conftest import random_heads, random_tokens, some
 from .test_families import EXPERTS, ROUTED, tiny
 from .test_whole_model import EXPERTS as RUN_AS_A_WHOLE
 from .test_whole_model import passes
@@ -97,7 +97,7 @@ def test_every_method_gives_the_text_of_plain_decoding(name, dtype):
     dec = Decoder(model, heads=random_heads(model))
     assert dec.bitwise, dec.report()
     assert passes(dec) == (model_type in RUN_AS_A_WHOLE and native.multiplies(dtype))
-    prompt = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = random_tokens(30, 1)
     given = dict(max_new_tokens=60, sampling=SamplingParams(seed=3), ignore_eos=True, return_logprobs=True)
     plain = dec.generate(prompt, method="ar", **given)
     for method in ("tokenswift", "magicdec", "auto"):

@@ -14,7 +14,7 @@ from decoder.model.architectures import refuse_unsupported
 from decoder.work import finish
 
 from ..tiny import SIZES
-from .conftest import VOCAB, random_heads, some, tiny_llama
+from .conftest import VOCAB, random_heads, some, tiny_llama, transformers_text
 
 SHAPE = dict(SIZES, vocab_size=VOCAB, max_position_embeddings=512, pad_token_id=None)
 EXPERTS = dict(
@@ -134,9 +134,7 @@ NARROW = TokenSwiftOptions(tree=(1, 2, 1), ngrams=3, budget=24, sink=4)
 
 def test_greedy_is_transformers_own(family, dec, prompt):
     """With a penalty, so that no text is one token again and again."""
-    ids = torch.tensor([prompt])
-    settings = dict(do_sample=False, max_new_tokens=LENGTH, repetition_penalty=1.5, pad_token_id=0)
-    expected = family.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+    expected = transformers_text(family, prompt, LENGTH, repetition_penalty=1.5)
     assert len(set(expected)) > 5
     sampling = SamplingParams(temperature=0, repetition_penalty=1.5)
     for method in ("ar", "tokenswift"):

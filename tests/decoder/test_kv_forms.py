@@ -25,7 +25,7 @@ from decoder.engine import Engine
 from decoder.model import target as target_module
 from decoder.prefix_reuse import prefix_reuse
 
-from .conftest import VOCAB, all_heads, random_heads, some, tiny_llama
+from .conftest import all_heads, random_heads, random_tokens, some, tiny_llama, transformers_text
 from .test_whole_model import some_tree
 
 FORMS = [CacheForm("int8"), CacheForm("fp8"), CacheForm(None, True), CacheForm("int8", True)]
@@ -149,10 +149,7 @@ def test_every_method_gives_the_text_of_ar_with_the_same_cache(dec, prompt, text
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 def test_greedy_ar_is_generate_with_a_cache_that_rounds(dec, model, prompt, kv_dtype):
     out = dec.generate(prompt, 50, "ar", SamplingParams(temperature=0), TokenSwiftOptions(kv_dtype=kv_dtype))
-    cache = rounding_cache(kv_dtype, model)
-    ids = torch.tensor([prompt])
-    theirs = model.generate(ids, max_new_tokens=50, do_sample=False, past_key_values=cache, pad_token_id=0)
-    assert out.token_ids == theirs[0, len(prompt) :].tolist()
+    assert out.token_ids == transformers_text(model, prompt, 50, past_key_values=rounding_cache(kv_dtype, model))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +316,7 @@ def test_a_text_of_open_length_grows(form, dtype, monkeypatch):
 
 
 def test_texts_of_a_batch_are_those_they_would_be_alone(dec, form):
-    prompts = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 40, 17)]
+    prompts = [random_tokens(n, n) for n in (3, 40, 17)]
     samplings = [SamplingParams(seed=n) for n in range(3)]
     together = dec.generate_batch(prompts, [30, 12, 25], "auto", samplings, options(form))
     for prompt, new, sampling, out in zip(prompts, [30, 12, 25], samplings, together, strict=True):
@@ -473,7 +470,7 @@ def test_behind_32768_tokens_of_the_reference_model_the_text_is_the_same_with_th
     """In a CPU's memory, some two minutes; the bytes of other devices are those of `test_bytes_are_those_planned`."""
     data = Path(__file__).parents[2] / "data"
     dec = load(data / "reference-model", data / "heads-gated")
-    prompt = torch.randint(4000, (32_768 - 64,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = random_tokens(32_768 - 64, 1, 4000)
     form, caches = CacheForm(None, True), []
     made = new_sequence.full_cache
     monkeypatch.setattr(

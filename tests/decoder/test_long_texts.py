@@ -6,7 +6,7 @@ import torch
 from decoder import Decoder, SamplingParams, TokenSwiftOptions, methods
 from decoder.sequence import Sequence
 
-from .conftest import VOCAB, all_heads, random_heads
+from .conftest import all_heads, random_heads, random_tokens, transformers_text
 from .recurrent_models import ALL
 from .test_families import ROUTED, tiny
 from .test_windows import FAMILIES as WINDOWED
@@ -36,10 +36,6 @@ def heads_of(model):
     return {"chained": random_heads(model)} if model.config.model_type in UNREADABLE else all_heads(model)
 
 
-def tokens(count, seed):
-    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def made(name, positions=1024):
     model_type, overrides = FAMILIES[name]
     model = tiny(model_type, **{**overrides, "max_position_embeddings": positions})
@@ -64,14 +60,12 @@ def dec(name):
 @pytest.fixture(scope="module")
 def sampled(dec):
     """Plain decoding's text."""
-    return dec.generate(tokens(30, 2), LENGTH, "ar", SAMPLED).token_ids
+    return dec.generate(random_tokens(30, 2), LENGTH, "ar", SAMPLED).token_ids
 
 
 def test_greedy_texts_of_all_methods_are_transformers_own(dec):
-    prompt = tokens(30, 2)
-    ids = torch.tensor([prompt])
-    given = dict(do_sample=False, max_new_tokens=LENGTH, repetition_penalty=PENALTY, pad_token_id=0)
-    expected = dec.model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, len(prompt) :].tolist()
+    prompt = random_tokens(30, 2)
+    expected = transformers_text(dec.model, prompt, LENGTH, repetition_penalty=PENALTY)
     assert len(set(expected)) > 20
     for number, method in enumerate(["ar", *drafting(dec)]):
         out = dec.generate(prompt, LENGTH, method, GREEDY, TREES[number % 2])
@@ -81,12 +75,12 @@ def test_greedy_texts_of_all_methods_are_transformers_own(dec):
 def test_sampled_texts_of_all_methods_and_trees_are_plain_decodings(dec, sampled):
     for method in drafting(dec):
         for options in TREES:
-            out = dec.generate(tokens(30, 2), SAMPLED_LENGTH, method, SAMPLED, options)
+            out = dec.generate(random_tokens(30, 2), SAMPLED_LENGTH, method, SAMPLED, options)
             assert (method, options, out.token_ids) == (method, options, sampled[:SAMPLED_LENGTH])
 
 
 def test_texts_together_are_those_alone(dec, sampled):
-    prompts, params = [tokens(9, 4), tokens(30, 2), tokens(70, 5)], [SAMPLED, SAMPLED, GREEDY]
+    prompts, params = [random_tokens(9, 4), random_tokens(30, 2), random_tokens(70, 5)], [SAMPLED, SAMPLED, GREEDY]
     lengths = [150, LENGTH // 2, 200]
     alone = [dec.generate(*given).token_ids for given in zip(prompts, lengths, ["ar"] * 3, params, strict=True)]
     assert alone[1] == sampled[: LENGTH // 2]
@@ -97,7 +91,7 @@ def test_texts_together_are_those_alone(dec, sampled):
 
 def test_resumed_texts_and_reused_beginnings_are_fresh_ones(dec, sampled):
     """A text may end behind any pass, so that what is kept of it is a state behind any of its tokens."""
-    reusing, prompt = Decoder(dec.model, heads=dec.heads, prefix_cache_bytes=2**26), tokens(30, 2)
+    reusing, prompt = Decoder(dec.model, heads=dec.heads, prefix_cache_bytes=2**26), random_tokens(30, 2)
     for cut, method in zip((0, 87, 200, 333, 450), ("ar", "tokenswift", "medusa", "auto", "suffix"), strict=True):
         # The penalty's window reaches behind the prompt.
         given = prompt + sampled[:cut], min(150, LENGTH - cut)
@@ -107,7 +101,11 @@ def test_resumed_texts_and_reused_beginnings_are_fresh_ones(dec, sampled):
             expected = dec.generate(*given, "ar", SAMPLED).token_ids
         out = reusing.generate(*given, method, SAMPLED, TREES[0])
         assert out.token_ids == expected, (cut, method)
-    for other in (prompt + sampled[:300] + tokens(9, 6), prompt[:20] + tokens(20, 7), prompt + sampled[:40]):
+    for other in (
+        prompt + sampled[:300] + random_tokens(9, 6),
+        prompt[:20] + random_tokens(20, 7),
+        prompt + sampled[:40],
+    ):
         expected = dec.generate(other, 40, "ar", SAMPLED).token_ids
         assert reusing.generate(other, 40, "tokenswift", SAMPLED, TREES[0]).token_ids == expected
 
@@ -116,7 +114,7 @@ def test_preempted_texts_go_on_as_if_they_had_not_been(name, monkeypatch):
     """There is room for two of three texts at their end, so that one is read again from its beginning."""
     positions, found, preempt = 320, [], Sequence.preempt
     model = made(name, positions)
-    dec, texts = Decoder(model, heads=heads_of(model)), [tokens(count, count) for count in (20, 24, 28)]
+    dec, texts = Decoder(model, heads=heads_of(model)), [random_tokens(count, count) for count in (20, 24, 28)]
     params = [SamplingParams(seed=seed) for seed in range(3)]
     whole = [dec.generate(*text, "ar", own).token_ids for *text, own in zip(texts, (None,) * 3, params, strict=True)]
     monkeypatch.setattr(Sequence, "preempt", lambda sequence: (found.append(sequence), preempt(sequence)))

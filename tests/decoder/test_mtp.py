@@ -25,7 +25,7 @@ from decoder.heads_beside import heads_beside
 from decoder.sampling.sampler import Sampler
 
 from ..tiny import byte_tokenizer
-from .conftest import VOCAB, assert_preempted_as_alone, drafted_levels, random_heads, some
+from .conftest import VOCAB, assert_preempted_as_alone, drafted_levels, random_heads, random_tokens, some
 from .recurrent_models import made
 from .test_families import ROUTED, tiny
 
@@ -182,7 +182,7 @@ def test_drafts_are_those_of_the_definition(saved, dec, dtype, atol):
     _, folder, model, tensors = saved
     if dtype != model.dtype:
         dec = Decoder(deepcopy(model).to(dtype), heads=folder)
-    text = torch.randint(VOCAB, (130,), generator=torch.Generator().manual_seed(0)).tolist()
+    text = random_tokens(130, 0)
     caught = []
     hook = model.model.norm.register_forward_pre_hook(lambda _, args: caught.append(args[0][0]))
     model(torch.tensor([text]))
@@ -211,9 +211,7 @@ def test_drafts_are_those_of_the_definition(saved, dec, dtype, atol):
 @torch.no_grad()
 def test_texts_draft_together_as_each_alone(saved, dec):
     """Branches of texts of several lengths are rows of the same products, each over its own entries."""
-    texts = [
-        torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(count)).tolist() for count in (9, 80)
-    ]
+    texts = [random_tokens(count, count) for count in (9, 80)]
     found = {}
 
     def wanted(text, place):
@@ -397,7 +395,7 @@ def test_a_kept_beginning_is_gone_on_from(saved, dec, method):
 
 @pytest.mark.parametrize("saved", ["qwen3_5_text"], indirect=True)
 def test_entries_that_were_taken_over_are_those_that_would_be_computed(saved, dec):
-    text = torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+    text = random_tokens(60, 3)
     states = torch.randn(59, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
     def seen(part):

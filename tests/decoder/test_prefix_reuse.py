@@ -6,7 +6,7 @@ import torch
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.model.target import Target
 
-from .conftest import VOCAB, random_heads, tiny_llama
+from .conftest import random_heads, random_tokens, tiny_llama
 
 PLENTY = 2**24
 METHODS = ["ar", "tokenswift", "medusa", "magicdec", "triforce", "prompt-lookup", "auto"]
@@ -47,10 +47,6 @@ def prefilled(monkeypatch):
     return counts
 
 
-def tokens(count, seed):
-    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def both(pair, prompt, new, method, seed=0, **asked):
     """The text of the decoder that reuses, after it was compared with the other one's."""
     sampling = SamplingParams(seed=seed, min_p=0.02, repetition_penalty=1.1, penalty_window=30)
@@ -67,11 +63,11 @@ def both(pair, prompt, new, method, seed=0, **asked):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_turns_of_a_chat_prefill_what_is_new(pair, method, prefilled):
-    prompt = tokens(40, 1)
+    prompt = random_tokens(40, 1)
     for turn in range(3):
         before = len(prompt)
         out = both(pair, prompt, 25, method, seed=turn)
-        prompt = prompt + out.token_ids + tokens(12, 10 + turn)
+        prompt = prompt + out.token_ids + random_tokens(12, 10 + turn)
         if turn:
             # All that the last turn had committed, but the pair that is computed again to be compared.
             assert out.stats.reused_tokens == before - 12 - 2
@@ -84,27 +80,27 @@ def test_the_turns_of_a_chat_prefill_what_is_new(pair, method, prefilled):
 def test_with_bitwise_a_text_has_the_bits_of_a_fresh_one(dtype, with_native):
     pair = decoders(dtype, hidden_size=64)
     assert all(dec.bitwise for dec in pair)
-    prompt = tokens(150, 1)
+    prompt = random_tokens(150, 1)
     for turn in range(3):
         out = both(pair, prompt, 40, "tokenswift", seed=turn)
         assert bool(out.stats.reused_tokens) == bool(turn)
-        prompt = (prompt + out.token_ids)[: -7 if turn else None] + tokens(33, 10 + turn)
+        prompt = (prompt + out.token_ids)[: -7 if turn else None] + random_tokens(33, 10 + turn)
 
 
 def test_a_shared_beginning_a_shorter_prompt_and_the_same_one_again(pair):
-    system = tokens(50, 1)
-    both(pair, system + tokens(20, 2), 10, "ar")
-    assert both(pair, system + tokens(20, 3), 10, "ar").stats.reused_tokens in (49, 50)
-    assert both(pair, system + tokens(20, 2), 30, "medusa").stats.reused_tokens == 68
+    system = random_tokens(50, 1)
+    both(pair, system + random_tokens(20, 2), 10, "ar")
+    assert both(pair, system + random_tokens(20, 3), 10, "ar").stats.reused_tokens in (49, 50)
+    assert both(pair, system + random_tokens(20, 2), 30, "medusa").stats.reused_tokens == 68
     assert both(pair, system[:30], 30, "ar").stats.reused_tokens == 28
-    assert both(pair, tokens(50, 9), 5, "ar").stats.reused_tokens == 0
+    assert both(pair, random_tokens(50, 9), 5, "ar").stats.reused_tokens == 0
     # Too short to be worth it.
-    assert both(pair, system[:10] + tokens(30, 4), 5, "ar").stats.reused_tokens == 0
+    assert both(pair, system[:10] + random_tokens(30, 4), 5, "ar").stats.reused_tokens == 0
 
 
 def test_a_drafter_that_reads_the_prompts_last_queries_still_gets_them(pair):
     options = TokenSwiftOptions(draft_cache="snapkv", budget=40, sink=16)
-    prompt = tokens(200, 1)
+    prompt = random_tokens(200, 1)
     first = both(pair, prompt, 30, "magicdec", options=options)
     again = both(pair, prompt, 30, "magicdec", options=options)
     assert 0 < again.stats.reused_tokens < 199 and again.stats.accepted == first.stats.accepted
@@ -112,14 +108,14 @@ def test_a_drafter_that_reads_the_prompts_last_queries_still_gets_them(pair):
 
 def test_batches_and_streams_take_part(pair):
     reusing, _ = pair
-    system = tokens(60, 1)
-    stream = reusing.stream(system + tokens(9, 2), 100, "ar")
+    system = random_tokens(60, 1)
+    stream = reusing.stream(system + random_tokens(9, 2), 100, "ar")
     for _ in range(5):
         next(stream)
     # A stream that is closed leaves its text behind, too.
     stream.close()
     assert reusing.prefixes.nbytes
-    prompts = [system + tokens(5 + index, 20 + index) for index in range(5)]
+    prompts = [system + random_tokens(5 + index, 20 + index) for index in range(5)]
     outs, expected = (dec.generate_batch(prompts, 20, max_batch=2) for dec in pair)
     assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
     assert all(out.stats.reused_tokens >= 59 for out in outs)
@@ -129,7 +125,7 @@ def test_what_is_kept_is_bounded_and_the_least_recently_used_leaves(pair, model)
     reusing, _ = pair
     a_text = 40 * (reusing.target.kv_bytes + 4)
     dec = Decoder(model, prefix_cache_bytes=int(2.5 * a_text))
-    prompts = [tokens(31, seed) for seed in range(3)]
+    prompts = [random_tokens(31, seed) for seed in range(3)]
 
     def reused(index):
         out = dec.generate(prompts[index], 10, "ar", SamplingParams(temperature=0))
@@ -142,7 +138,7 @@ def test_what_is_kept_is_bounded_and_the_least_recently_used_leaves(pair, model)
     # The second text was used least recently.
     assert reused(0) and reused(2) and not reused(1)
     # Of a text that is longer than all that may be kept, the beginning is.
-    long = tokens(500, 9)
+    long = random_tokens(500, 9)
     assert dec.generate(long, 5, "ar").stats.reused_tokens == 0
     assert dec.generate(long, 5, "ar").stats.reused_tokens == 99
     assert 2.4 * a_text < dec.prefixes.nbytes <= 2.5 * a_text
@@ -162,7 +158,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_has_changed_forgets(change):
     made = [Decoder(tiny_llama(), prefix_cache_bytes=size) for size in (PLENTY, 0)]
-    prompt = tokens(60, 1)
+    prompt = random_tokens(60, 1)
     both(made, prompt, 10, "ar")
     with torch.no_grad():
         for dec in made:
@@ -178,14 +174,14 @@ def test_a_model_that_has_changed_forgets(change):
 def test_a_text_during_which_the_model_changed_is_not_kept(method):
     """Its first pairs are of the old weights, its last ones of the new; no pair that is compared would show that."""
     made = [Decoder(tiny_llama(), prefix_cache_bytes=size) for size in (PLENTY, 0)]
-    prompt = tokens(60, 1)
+    prompt = random_tokens(60, 1)
     stream = made[0].stream(prompt, 30, method)
     chunks = [next(stream) for _ in range(5)]
     with torch.no_grad():
         for dec in made:
             CHANGES["written to"](dec.model)
     # A text that begins with the new weights, while the other one still runs, is kept.
-    other = tokens(40, 2)
+    other = random_tokens(40, 2)
     both(made, other, 5, "ar")
     chunks += stream
     assert len([token for chunk in chunks for token in chunk.token_ids]) == 30
@@ -201,7 +197,7 @@ def test_a_text_that_failed_is_not_kept(pair):
         return logits
 
     with pytest.raises(RuntimeError, match="no rule"):
-        pair[0].generate(tokens(40, 1), 30, "ar", logits_hook=failing)
+        pair[0].generate(random_tokens(40, 1), 30, "ar", logits_hook=failing)
     assert pair[0].prefixes.nbytes == 0
 
 

@@ -6,11 +6,7 @@ import torch
 from decoder import SamplingParams
 from decoder.prefix_reuse import PrefixReuse
 
-from .conftest import VOCAB
-
-
-def prompt_of(length, seed=1):
-    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+from .conftest import random_tokens
 
 
 def assert_from_transformers(dec, prompt, found, most_likely):
@@ -31,7 +27,8 @@ def assert_from_transformers(dec, prompt, found, most_likely):
 @pytest.mark.parametrize(("length", "new"), [(150, 9), (70, 0), (1, 3), (1, 0)])
 def test_they_are_the_models_own_and_the_text_stays(dec, method, length, new):
     """Temperature, penalties and filters are for what is drawn."""
-    prompt, sampling = prompt_of(length), SamplingParams(seed=3, temperature=0.5, top_k=4, repetition_penalty=1.5)
+    prompt = random_tokens(length, 1)
+    sampling = SamplingParams(seed=3, temperature=0.5, top_k=4, repetition_penalty=1.5)
     out = dec.generate(prompt, new, method, sampling, prompt_logprobs=3)
     assert_from_transformers(dec, prompt, out.prompt_logprobs, 3)
     plain = dec.generate(prompt, new, "ar", sampling)
@@ -41,7 +38,7 @@ def test_they_are_the_models_own_and_the_text_stays(dec, method, length, new):
 def test_in_a_batch_with_a_cache_of_earlier_prompts(dec, monkeypatch):
     """Nothing is taken over where the whole prompt is asked for; what is computed is kept for others."""
     monkeypatch.setattr(dec, "prefixes", PrefixReuse(dec.target, 2**24))
-    prompts = [prompt_of(length, length) for length in (5, 90, 90, 200)]
+    prompts = [random_tokens(length, length) for length in (5, 90, 90, 200)]
     for _ in range(2):
         outs = dec.generate_batch(prompts, [4, 0, 6, 5], sampling=SamplingParams(seed=1), prompt_logprobs=0)
         for prompt, out in zip(prompts, outs, strict=True):

@@ -15,7 +15,7 @@ from decoder.model.quantising import INT4, INT8, QUANTISED_DTYPES, dtype_name, q
 from decoder.model.rounding import rounded
 
 from ..tiny import byte_tokenizer
-from .conftest import VOCAB, all_heads, random_heads, some, tiny_llama
+from .conftest import VOCAB, all_heads, random_heads, random_tokens, some, tiny_llama
 
 if not native.available():
     pytest.skip("needs the native library", allow_module_level=True)
@@ -48,7 +48,7 @@ def exact(request):
 
 @pytest.fixture(scope="module")
 def prompt():
-    return torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(4)).tolist()
+    return random_tokens(50, 4)
 
 
 @pytest.mark.parametrize(

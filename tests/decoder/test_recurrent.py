@@ -16,7 +16,7 @@ from decoder.model.architectures import refuse_unsupported
 from decoder.model.loading import read_config
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, assert_preempted_as_alone, random_heads, some
+from .conftest import assert_preempted_as_alone, random_heads, random_tokens, some, transformers_text
 from .recurrent_models import ALL, LATENTS, NATIVE, RECURRENT, made
 
 NARROW = TokenSwiftOptions(tree=(1, 2, 1), ngrams=3, budget=24, sink=4)
@@ -39,20 +39,10 @@ def decoders():
     return of
 
 
-def tokens(count, seed):
-    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def generated(model, prompt, new):
-    ids = torch.tensor([prompt])
-    settings = dict(do_sample=False, max_new_tokens=new, pad_token_id=0)
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_greedy_is_transformers_own(name, decoders):
-    dec, prompt = decoders(name), tokens(30, 1)
-    expected = generated(dec.model, prompt, 20)
+    dec, prompt = decoders(name), random_tokens(30, 1)
+    expected = transformers_text(dec.model, prompt, 20)
     assert len(set(expected)) > 5
     # Each family runs a method of its own.
     for method in ("ar", METHODS[list(ALL).index(name) % len(METHODS)]):
@@ -62,8 +52,8 @@ def test_greedy_is_transformers_own(name, decoders):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_long_greedy_texts_of_all_methods_are_transformers_own(name, decoders):
-    dec, prompt = decoders(name), tokens(30, 2)
-    expected = generated(dec.model, prompt, 150)
+    dec, prompt = decoders(name), random_tokens(30, 2)
+    expected = transformers_text(dec.model, prompt, 150)
     for method in ("ar", *METHODS):
         assert (method, dec.generate(prompt, 150, method, SamplingParams(temperature=0), NARROW).token_ids) == (
             method,
@@ -73,7 +63,7 @@ def test_long_greedy_texts_of_all_methods_are_transformers_own(name, decoders):
 
 @pytest.mark.parametrize("name", [*some(ALL, OF_ALL), *NATIVE])
 def test_every_method_equals_ar_when_sampling(name, decoders):
-    dec, prompt = decoders(name), tokens(40, 3)
+    dec, prompt = decoders(name), random_tokens(40, 3)
     sampling = SamplingParams(seed=3, min_p=0.02, repetition_penalty=1.2, penalty_window=16)
     expected = dec.generate(prompt, 16, "ar", sampling)
     # The library's layers know trees, chains, and what is read again.
@@ -86,7 +76,7 @@ def test_every_method_equals_ar_when_sampling(name, decoders):
 
 def test_compressed_keys_are_ranked_by_what_is_kept_of_them(decoders):
     """The products of queries with them are those with the keys that they are expanded to."""
-    target, ids = decoders("deepseek_v3").target, tokens(9, 9)
+    target, ids = decoders("deepseek_v3").target, random_tokens(9, 9)
     seen, layer = {}, target.model.model.layers[1].self_attn
 
     class Expanding(type(layer)):
@@ -114,7 +104,7 @@ def test_compressed_keys_are_ranked_by_what_is_kept_of_them(decoders):
 
 
 def test_snapkv_ranks_compressed_keys(decoders):
-    dec, prompt, sampling = decoders("deepseek_v3"), tokens(50, 9), SamplingParams(seed=4)
+    dec, prompt, sampling = decoders("deepseek_v3"), random_tokens(50, 9), SamplingParams(seed=4)
     options = TokenSwiftOptions(tree=(1, 1), budget=24, sink=4, draft_cache="snapkv")
     expected = dec.generate(prompt, 16, "ar", sampling).token_ids
     assert dec.generate(prompt, 16, "magicdec", sampling, options).token_ids == expected
@@ -124,7 +114,7 @@ def test_snapkv_ranks_compressed_keys(decoders):
 def test_drafts_from_the_whole_text_are_right_every_time(name, decoders):
     """The draft pass goes on from the text's own states, and from those of what it has drafted."""
     options = TokenSwiftOptions(tree=(1, 1, 1, 1), budget=100)
-    out = decoders(name).generate(tokens(12, 4), 20, "magicdec", SamplingParams(seed=5), options)
+    out = decoders(name).generate(random_tokens(12, 4), 20, "magicdec", SamplingParams(seed=5), options)
     assert out.stats.steps == 20 // 5
 
 
@@ -136,7 +126,7 @@ def test_a_draft_model_with_states_takes_back_what_the_text_did_not_go_on_with(n
         FullCache, "rewind", lambda cache, length: gone_back.append(rewind(cache, length)) or cache.length
     )
     model = decoders(name).model
-    dec, prompt, sampling = Decoder(model, draft_model=model), tokens(20, 5), SamplingParams(seed=7)
+    dec, prompt, sampling = Decoder(model, draft_model=model), random_tokens(20, 5), SamplingParams(seed=7)
     out = dec.generate(prompt, 24, "draft-model", sampling, TokenSwiftOptions(tree=(1, 1, 1)))
     assert out.token_ids == dec.generate(prompt, 24, "ar", sampling).token_ids
     assert out.stats.steps == 6
@@ -149,7 +139,7 @@ def test_a_draft_model_with_states_takes_back_what_the_text_did_not_go_on_with(n
 
 @pytest.mark.parametrize("name", [*some(ALL, ["lfm2", "deepseek_v3"]), *NATIVE])
 def test_batches_are_single_runs(name, decoders):
-    dec, prompts = decoders(name), [tokens(count, count) for count in (5, 33, 18)]
+    dec, prompts = decoders(name), [random_tokens(count, count) for count in (5, 33, 18)]
     params = [SamplingParams(seed=seed, min_p=0.02) for seed in range(3)]
     expected = [
         dec.generate(*text, "ar", own).token_ids for *text, own in zip(prompts, (16, 9, 20), params, strict=True)
@@ -163,7 +153,7 @@ def test_batches_are_single_runs(name, decoders):
     "name", some([*ALL, *NATIVE], ["qwen3_next", "minimax", "kimi_linear", "qwen3_next, 16", "lfm2, 16"])
 )
 def test_reused_prefixes_and_resumed_texts_are_fresh_ones(name, decoders):
-    fresh, prompt = decoders(name), tokens(60, 6)
+    fresh, prompt = decoders(name), random_tokens(60, 6)
     reusing, sampling = (
         Decoder(fresh.model, heads=fresh.heads, prefix_cache_bytes=2**24),
         SamplingParams(seed=1, min_p=0.02),
@@ -181,7 +171,7 @@ def test_reused_prefixes_and_resumed_texts_are_fresh_ones(name, decoders):
         assert (out.token_ids, out.stats.reused_tokens) == (whole[20:], 78)
     out = reusing.generate(prompt, 30, "medusa", sampling, NARROW)
     assert out.token_ids == whole and out.stats.reused_tokens >= 48 - 16
-    other = prompt[:50] + tokens(20, 7)
+    other = prompt[:50] + random_tokens(20, 7)
     out = reusing.generate(other, 10, "ar", sampling)
     assert out.token_ids == fresh.generate(other, 10, "ar", sampling).token_ids
 
@@ -201,7 +191,7 @@ def test_preempted_texts_go_on_as_if_they_had_not_been(name, monkeypatch):
 def test_a_nodes_state_has_the_bits_of_plain_decoding(name, decoders):
     """Of each recurrent layer, given the same inputs: along every branch of a tree, and along a chain cut anywhere."""
     target = decoders(name).target
-    prompt, tree = tokens(9, 8), TokenTree(3)
+    prompt, tree = random_tokens(9, 8), TokenTree(3)
     for parent, token in ((0, 5), (0, 7), (1, 5), (3, 9), (2, 11)):
         tree.add(parent, token, "test")
     mixer = target.mixers[-1]
@@ -254,7 +244,7 @@ def test_products_of_a_recurrent_layer_are_computed_for_all_tokens_at_once(decod
         torch.nn.Linear, "forward", lambda layer, x: multiplied.append((layer, x.shape[1])) or own(layer, x)
     )
     with torch.inference_mode():
-        read(target, tokens(30, 1), 30)
+        read(target, random_tokens(30, 1), 30)
     assert [count for layer, count in multiplied if layer is mixer.in_proj_qkv] == [30]
     assert [count for layer, count in multiplied if layer is mixer.out_proj] == [1, 29]
 
@@ -262,7 +252,7 @@ def test_products_of_a_recurrent_layer_are_computed_for_all_tokens_at_once(decod
 def test_a_recurrent_layer_may_change_what_its_last_product_gives_for_some_tokens():
     model = made("qwen3_5_text")
     layer, target = model.model.layers[0].linear_attn, Decoder(model).target
-    own, ids = layer.forward, tokens(20, 2)
+    own, ids = layer.forward, random_tokens(20, 2)
     with torch.inference_mode():
         plain = read(target, ids, 20)
 
@@ -327,13 +317,13 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_model_that_the_library_does_not_run_any_more_goes_on_by_its_modules(with_native, change):
-    model, prompt = made("qwen3_5_text, 32"), tokens(20, 1)
+    model, prompt = made("qwen3_5_text, 32"), random_tokens(20, 1)
     dec = Decoder(model)
     greedy = SamplingParams(temperature=0)
     dec.generate(prompt, 4, "ar", greedy)
     assert dec.target.backend.name == NATIVE_BACKEND
     change(model)
-    assert dec.generate(prompt, 12, "suffix", greedy).token_ids == generated(model, prompt, 12)
+    assert dec.generate(prompt, 12, "suffix", greedy).token_ids == transformers_text(model, prompt, 12)
     assert dec.target.backend.name == "reference" and "has recurrent layers" in dec.report()
 
 

@@ -26,7 +26,7 @@ from decoder.options import parse_tree
 from decoder.text.stream import TextStream
 
 from ..tiny import byte_tokenizer
-from .conftest import VOCAB, all_heads, clocked, finding, random_heads, some, tiny_llama
+from .conftest import VOCAB, all_heads, clocked, finding, random_heads, some, tiny_llama, transformers_text
 from .test_families import EXPERTS, tiny
 
 
@@ -175,8 +175,7 @@ def test_weights_that_the_user_changes_between_two_generations_count(prompt):
     greedy = SamplingParams(temperature=0)
     changed = dec.generate(prompt, 30, "ar", sampling=greedy, ignore_eos=True).token_ids
     assert changed == Decoder(model).generate(prompt, 30, "ar", sampling=greedy, ignore_eos=True).token_ids
-    reference = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None)
-    assert changed == reference[0, len(prompt) :].tolist()
+    assert changed == transformers_text(model, prompt, 30, eos_token_id=None)
 
 
 def test_what_the_user_adds_to_the_model_is_borrowed_too(prompt):

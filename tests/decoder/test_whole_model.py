@@ -10,7 +10,7 @@ from decoder.backends.reference.backend import Reference
 from decoder.cache.full import FullCache
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, tiny_llama
+from .conftest import random_tokens, tiny_llama
 from .recurrent_models import ALL, NATIVE
 from .test_families import FAMILIES as OTHERS
 from .test_families import tiny
@@ -53,7 +53,7 @@ def test_a_pass_gives_what_transformers_layers_give(name, dtype, tolerance):
     if not native.multiplies(dtype):
         pytest.skip(f"the library multiplies no {dtype} here")
     model_type, overrides = FAMILIES[name]
-    prompt = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = random_tokens(20, 1)
     model = tiny(model_type, dtype, **overrides)
     dec = Decoder(model, bitwise=False)
     assert passes(dec)
@@ -127,7 +127,7 @@ def test_hooks_on_a_layer_still_run():
 
 
 def test_a_pass_in_one_call_gives_the_bits_of_layers_called_one_by_one(monkeypatch):
-    prompt = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = random_tokens(20, 1)
     for name in WHOLE_FAMILIES:
         model_type, overrides = FAMILIES[name]
         dec = Decoder(tiny(model_type, torch.float32, **overrides))

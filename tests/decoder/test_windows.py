@@ -12,7 +12,7 @@ from decoder.cache.full import FullCache
 from decoder.cache.layout import LayerKind
 from decoder.cache.window import WindowState
 
-from .conftest import VOCAB, random_heads
+from .conftest import VOCAB, random_heads, transformers_text
 from .test_families import EXPERTS, tiny
 
 SLIDING = dict(sliding_window=12, head_dim=8, num_hidden_layers=3)
@@ -114,18 +114,10 @@ def decoders():
     return decoder_of
 
 
-def own_text(dec, prompt, length):
-    """transformers' own greedy text."""
-    ids = torch.tensor([prompt])
-    model = dec.target.model
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length)
-    return out[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_is_transformers_own(decoders, prompt, name):
     dec = decoders(name)
-    expected = own_text(dec, prompt, LENGTH)
+    expected = transformers_text(dec.model, prompt, LENGTH)
     assert len(set(expected)) > 5
     for method in ("ar", "tokenswift"):
         assert dec.generate(prompt, LENGTH, method, SamplingParams(temperature=0), NARROW).token_ids == expected
@@ -145,7 +137,7 @@ def test_every_method_and_tree_equals_ar_in_longer_texts(decoders, prompt, name)
 
 def check_methods(dec, prompt, length, methods, options):
     greedy = SamplingParams(temperature=0)
-    expected = own_text(dec, prompt, length)
+    expected = transformers_text(dec.model, prompt, length)
     sampling = SamplingParams(seed=3, min_p=0.02, repetition_penalty=1.2, penalty_window=16)
     sampled = dec.generate(prompt, length, "ar", sampling)
     for method in methods:
@@ -210,7 +202,7 @@ def test_windows_that_no_text_fills_stay_apart_where_their_heads_are_others(prom
     model.set_attn_implementation("eager")
     dec = Decoder(model)
     out = dec.generate(prompt, 10, "magicdec", SamplingParams(temperature=0), NARROW)
-    assert out.token_ids == own_text(dec, prompt, 10)
+    assert out.token_ids == transformers_text(dec.model, prompt, 10)
 
 
 def grown(state, text, new):
