@@ -51,7 +51,7 @@ def fused_norms(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
     for module in modules:
         if not looks_like_rms_norm(module):
             continue
-        fused, kind = fused_norm(module), type(module)
+        fused, kind = FusedNorm(module.get_parameter("weight"), float(eps_of(module) or 0)), type(module)
         if kind not in same:
             same[kind] = _equal(module, fused)
         if same[kind]:
@@ -74,11 +74,6 @@ def looks_like_rms_norm(module: nn.Module) -> bool:
 def eps_of(module: nn.Module) -> float | None:
     """What a norm adds to the mean of the squares."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
-
-
-def fused_norm(module: nn.Module) -> FusedNorm:
-    """For a module that `looks_like_rms_norm`."""
-    return FusedNorm(module.get_parameter("weight"), float(eps_of(module) or 0))
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from decoder.backends.native import library as native
 from decoder.backends.native.experts import are_experts, gating_of
-from decoder.backends.native.quantised import QuantisedMatrix, WeightFormat, weight_formats
+from decoder.backends.native.quantised import QuantisedMatrix, weight_formats
 from decoder.backends.native.quantised_experts import QuantisedExperts
 from decoder.heads_files import files_of_tensors, open_tensors
 from decoder.model.quantising import MXFP4, note_weights
@@ -132,7 +132,7 @@ def _matrices(files: _Files, name: str, stack: _Stack, turns: int) -> list[list[
             raise ValueError(f"the model {files.folder} holds values in {name}_scales that are no numbers")
         blocks = blocks_of(of_codes, of_exponents)
         for turn, matrices in enumerate(found):
-            matrices.append(QuantisedMatrix(_format(), blocks[turn::turns]))
+            matrices.append(QuantisedMatrix(weight_formats()[_MXFP4], blocks[turn::turns]))
     return found
 
 
@@ -144,7 +144,3 @@ def blocks_of(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     inputs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     lower, upper = inputs.chunk(2, -1)
     return torch.cat((exponents[..., None], lower | upper << 4), -1).flatten(1)
-
-
-def _format() -> WeightFormat:
-    return weight_formats()[_MXFP4]

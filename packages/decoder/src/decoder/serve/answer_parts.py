@@ -87,13 +87,10 @@ class AnswerParts:
         if form.mark:
             if not self._until(form.mark, "content", final):
                 return False
-        elif self.calls or not self._may_be_call(form):
+        elif self.calls or not form.first.match(self._buffer.lstrip(), partial=True):
             self._form = None
             return True
         return self._call(form.first, final)
-
-    def _may_be_call(self, form: ToolForm) -> bool:
-        return form.first.match(self._buffer.lstrip(), partial=True) is not None
 
     def _call(self, pattern, final: bool) -> bool:
         """A call begins here, if the pattern matches; what does not match is content."""

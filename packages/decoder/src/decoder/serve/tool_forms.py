@@ -42,7 +42,7 @@ class ToolForm:
     @cached_property
     def first(self) -> regex.Pattern:
         """What stands in front of the first call's arguments; its group is the name."""
-        return self._pattern(self.opening, self._optional)
+        return self._pattern(self.opening, f"(?:{_escaped(self.optional)})?")
 
     @cached_property
     def next(self) -> regex.Pattern:
@@ -53,10 +53,6 @@ class ToolForm:
     def end(self) -> regex.Pattern:
         """What stands behind the arguments of the last call."""
         return regex.compile(_escaped(self.after + self.closing))
-
-    @property
-    def _optional(self) -> str:
-        return f"(?:{_escaped(self.optional)})?" if self.optional else ""
 
     def _pattern(self, in_front: str, optional: str = "") -> regex.Pattern:
         return regex.compile(optional + _escaped(in_front + self.before) + f"({NAME})" + _escaped(self.between))
