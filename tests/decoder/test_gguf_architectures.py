@@ -454,6 +454,17 @@ def test_a_key_that_is_missing_or_wrong_is_named(tmp_path, architecture, key):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3next", "qwen35", "glm4moe", "nemotron"])
+def test_heads_are_turned_as_far_as_the_file_says_and_else_whole(tmp_path, architecture):
+    """Configurations of these families turn a part where they are not told."""
+    model_type, more, keys = KINDS[architecture]
+    model = random_model(model_type, more)
+    others = {name: value for name, value in keys.items() if name != "rope.dimension_count"}
+    for given, part in (({"rope.dimension_count": 16}, 1), ({}, 1), ({"rope.dimension_count": 2}, 1 / 8)):
+        written(tmp_path / "a.gguf", model, architecture, others | given)
+        assert read_config(open_gguf(tmp_path / "a.gguf")).rope_parameters["partial_rotary_factor"] == part
+
+
 @pytest.mark.parametrize(
     ("architecture", "key", "value"),
     [

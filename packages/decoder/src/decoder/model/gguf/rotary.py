@@ -28,8 +28,8 @@ def rotary_of(file: GgufFile, head_size: int | None, others: tuple[str, ...] = (
     if turned is not None and not (head_size and 2 <= turned <= head_size and turned % 2 == 0):
         key = f"{file.architecture}.rope.dimension_count"
         raise ValueError(f"{file.path} turns {turned} of {head_size} numbers of each head ({key}): {ELSE}")
-    if turned and turned != head_size:
-        rotary["partial_rotary_factor"] = turned / head_size
+    if head_size:  # some families' configurations would else take a part
+        rotary["partial_rotary_factor"] = (turned or head_size) / head_size
     stray = [name for name in file.tensors if name.startswith("rope_f") and name not in OF_ROTARY]
     scaled = {key for key in file.metadata if key.startswith(f"{file.architecture}.{_SCALING}")}
     scaling = value_of(file, f"{_SCALING}type", str, "none")
