@@ -439,6 +439,7 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path, architecture):
         ("qwen3moe", "expert_count"),
         ("qwen35", "ssm.group_count"),
         ("gpt-oss", "attention.sliding_window"),
+        ("gemma3", "attention.sliding_window"),
         ("gpt-oss", "rope.scaling.original_context_length"),
         ("lfm2", "shortconv.l_cache"),
     ],
@@ -497,6 +498,16 @@ def test_keys_that_say_what_is_so_anyway_are_taken(tmp_path):
     idle |= {"expert_gating_func": 1, "expert_weights_norm": True, "expert_shared_feed_forward_length": 32}
     written(tmp_path / "a.gguf", random_model(model_type, more), "qwen3moe", keys | idle)
     assert read_config(open_gguf(tmp_path / "a.gguf")).norm_topk_prob
+
+
+@pytest.mark.parametrize("architecture", ["llama", "starcoder2"])
+def test_a_file_tells_what_its_norms_add(tmp_path, architecture, monkeypatch):
+    for name in ("add_layer_norm_rms_eps", "add_layer_norm_eps"):
+        monkeypatch.setattr(gguf.GGUFWriter, name, lambda writer, eps: None)
+    model_type, more, keys = KINDS[architecture]
+    written(tmp_path / "a.gguf", random_model(model_type, more), architecture, keys)
+    with pytest.raises(ValueError, match=rf"has no {architecture}\.attention\.layer_norm_(rms_)?epsilon"):
+        read_config(open_gguf(tmp_path / "a.gguf"))
 
 
 def test_layers_that_predict_further_tokens_are_left_out_and_matrices_stay_in_their_format(tmp_path):

@@ -42,7 +42,7 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     values |= {f"{name}_token_id": token_of_role(file, f"{name}_token") for name in ("bos", "pad")}
     ends = end_tokens(file)
     values["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
-    for key, name in sizes.items():
+    for key, name in (*sizes.items(), architecture.norm):
         # All of whose layers may be experts, which have a size of their own.
         if values[name] is None and not (name == "intermediate_size" and "ffn_gate_inp" in architecture.names):
             raise ValueError(f"{file.path} has no {file.architecture}.{key}: {ELSE}")

@@ -40,7 +40,7 @@ def _gemma2(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
 def _gemma3(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     """Its layers have windows, but for each sixth."""
     return {
-        "sliding_window": value_of(file, "attention.sliding_window", int),
+        "sliding_window": needed_size(file, "attention.sliding_window"),
         "layer_types": window_layers(file, 6),
         "query_pre_attn_scalar": _scaled_like_heads(file, 62),
         "final_logit_softcapping": value_of(file, "final_logit_softcapping", float) or None,
