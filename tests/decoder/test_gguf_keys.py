@@ -58,6 +58,31 @@ def test_the_score_decides_which_pair_is_merged_first(tmp_path):
         assert pieces(file, "boa") == ["<s>", *expected]
 
 
+def test_pieces_merge_in_the_order_of_a_list_of_merges(tmp_path):
+    """As in Gemma 4's files, whose turns end by a name."""
+    bytes_of = [f"<0x{i:02X}>" for i in range(256)]
+    tokens = ["<bos>", "<turn|>", SPACE, "b", "o", "a", "\n", "bo", "oa", f"{SPACE}b", "\n\n", "boa", *bytes_of]
+    for order, expected in ((["b o", "o a"], ["boa"]), (["o a", "b o"], ["b", "oa"])):
+        writer = gguf.GGUFWriter(tmp_path / "a.gguf", "gemma4")
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3] + 11 * [1] + 256 * [6])
+        writer.add_token_merges([*order, f"{SPACE} b", "bo a"])
+        writer.add_bos_token_id(0)
+        writer.add_add_space_prefix(False)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        file = open_gguf(tmp_path / "a.gguf")
+        assert pieces(file, "boa") == ["<bos>", *expected]
+        assert pieces(file, " b\n\n\na<turn|>ß") == [
+            *("<bos>", f"{SPACE}b", "\n\n", "\n", "a", "<turn|>", "<0xC3>", "<0x9F>"),
+        ]
+        assert end_tokens(file) == [1]
+        tokenizer = read_tokenizer(file)
+        assert tokenizer.decode(tokenizer("boa b\nß<turn|>")["input_ids"], skip_special_tokens=True) == "boa b\nß"
+
+
 @pytest.mark.parametrize("prefix", [True, False, None])
 def test_add_space_prefix(tmp_path, prefix):
     def change(writer):

@@ -1,7 +1,8 @@
 """The tokenizer that a file describes, as one of transformers' fast tokenizers.
 
-Of llama.cpp's kinds there are two here: byte-level BPE ("gpt2"), and SentencePiece's BPE with scores ("llama"). Every
-key of ``tokenizer.ggml`` is honoured or refused, as one that is skipped makes other tokens in silence.
+Of llama.cpp's kinds there are three here: byte-level BPE ("gpt2"), and SentencePiece's BPE with scores ("llama") or
+with merges ("gemma4"). Every key of ``tokenizer.ggml`` is honoured or refused, as one that is skipped makes other
+tokens in silence.
 """
 
 import re
@@ -36,7 +37,7 @@ _ENDS = ("eos", "eot", "eom")
 # As in llama.cpp, control tokens of these names end a text, also where no key names them.
 _NAMED_ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-    "<|end_of_text|>", "<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|end_of_text|>", "<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<turn|>",
 }  # fmt: skip
 _READ = {
     f"{PREFIX}{name}"
@@ -64,13 +65,17 @@ def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     _refuse_unknown(file)
     kind, tokens = _kind(file), _tokens(file)
     types = _numbers(file, "token_type", len(tokens))
-    types = np.full(len(tokens), _NORMAL) if types is None else types
+    types = np.full(len(tokens), _NORMAL) if types is None else types.copy()
+    if kind == "gemma4":
+        # As in llama.cpp, whatever the type of these is in the file.
+        types[[i for i, token in enumerate(tokens) if token in _NAMED_ENDS]] = _CONTROL
+        types[[i for i, token in enumerate(tokens) if len(token) > 1 and not token.strip("\n")]] = _USER_DEFINED
     if kind == "gpt2":
         splitting = _splitting(file)
         backend = _byte_level(file, tokens, splitting)
     else:
         splitting = Splitting(begins=True)
-        backend = _sentencepiece(file, tokens, types)
+        backend = _sentencepiece(file, kind, tokens, types)
     _add_tokens(backend, file, tokens, types)
     roles = {name: tokens[token] for name in _ROLES if (token := token_of_role(file, name)) is not None}
     _frame(backend, file, splitting.begins)
@@ -129,7 +134,8 @@ def end_tokens(file: GgufFile) -> list[int]:
             raise ValueError(f"{file.path} ends texts with token {token} of {count} ({PREFIX}{name}_token_id): {ELSE}")
     types, texts = _numbers(file, "token_type", count), file.get(f"{PREFIX}tokens", Texts)
     if types is not None and texts is not None:
-        control = np.flatnonzero(types[:count] == _CONTROL).tolist()
+        all_types = file.metadata.get(f"{PREFIX}model") == "gemma4"
+        control = range(count) if all_types else np.flatnonzero(types[:count] == _CONTROL).tolist()
         named = {text: i for i in control if (text := texts[i]) in _NAMED_ENDS}
         if {"<|return|>", "<|call|>"} <= named.keys():
             # There, <|end|> stands behind each part of an answer.
@@ -152,9 +158,9 @@ def _refuse_unknown(file: GgufFile) -> None:
 
 def _kind(file: GgufFile) -> str:
     kind = file.get(f"{PREFIX}model", str)
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         found = f"has a tokenizer of the kind {named(kind)}" if kind else f"has no {PREFIX}model"
-        raise ValueError(f"{file.path} {found}, and 'gpt2' and 'llama' are read: {ELSE}")
+        raise ValueError(f"{file.path} {found}, and 'gpt2', 'llama' and 'gemma4' are read: {ELSE}")
     return kind
 
 
@@ -190,11 +196,8 @@ def _splitting(file: GgufFile) -> Splitting:
 
 
 def _byte_level(file: GgufFile, tokens: list[str], splitting: Splitting) -> Tokenizer:
-    texts = file.get(f"{PREFIX}merges", Texts)
-    if texts is None:
-        raise ValueError(f"{file.path} has no {PREFIX}merges, which its byte-level tokenizer needs: {ELSE}")
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocabulary, _pairs(file, texts, vocabulary), ignore_merges=splitting.whole_words))
+    backend = Tokenizer(models.BPE(vocabulary, _pairs(file, vocabulary), ignore_merges=splitting.whole_words))
     if splitting.composed:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = splitting.pre_tokenizer()
@@ -202,8 +205,11 @@ def _byte_level(file: GgufFile, tokens: list[str], splitting: Splitting) -> Toke
     return backend
 
 
-def _pairs(file: GgufFile, texts: Texts, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+def _pairs(file: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """The two parts of each merge."""
+    texts = file.get(f"{PREFIX}merges", Texts)
+    if texts is None:
+        raise ValueError(f"{file.path} has no {PREFIX}merges, which its tokenizer needs: {ELSE}")
     # There are more than a hundred thousand: no line of Python's for each.
     pairs: list[Any] = [tuple(text.split(" ", 1)) for text in texts]
     parts = chain(chain.from_iterable(pairs), map("".join, pairs))
@@ -222,21 +228,18 @@ def _pairs(file: GgufFile, texts: Texts, vocabulary: dict[str, int]) -> list[tup
     return pairs
 
 
-def _sentencepiece(file: GgufFile, tokens: list[str], types: np.ndarray) -> Tokenizer:
-    scores = _numbers(file, "scores", len(tokens))
-    if scores is None:
-        raise ValueError(f"{file.path} has no {PREFIX}scores, which its SentencePiece tokenizer needs: {ELSE}")
+def _sentencepiece(file: GgufFile, kind: str, tokens: list[str], types: np.ndarray) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     unknown = token_of_role(file, "unk_token")
     model = models.BPE(
         vocabulary,
-        _merges(tokens, vocabulary, types, scores),
+        _merges(file, tokens, vocabulary, types) if kind == "llama" else _pairs(file, vocabulary),
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
     )
     backend = Tokenizer(model)
-    prefixed = file.get(f"{PREFIX}add_space_prefix", bool, True)
+    prefixed = file.get(f"{PREFIX}add_space_prefix", bool, kind == "llama")
     spaces = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
     pieces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -244,10 +247,11 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: np.ndarray) -> Toke
     return backend
 
 
-def _merges(
-    tokens: list[str], vocabulary: dict[str, int], types: np.ndarray, scores: np.ndarray
-) -> list[tuple[str, str]]:
+def _merges(file: GgufFile, tokens: list[str], vocabulary: dict[str, int], types: np.ndarray) -> list[tuple[str, str]]:
     """The merges that make a SentencePiece vocabulary's tokens, those of the highest score first."""
+    scores = _numbers(file, "scores", len(tokens))
+    if scores is None:
+        raise ValueError(f"{file.path} has no {PREFIX}scores, which its SentencePiece tokenizer needs: {ELSE}")
     merges = []
     made = np.flatnonzero((types[: len(tokens)] == _NORMAL) | (types[: len(tokens)] == _UNUSED))
     for i in made[np.argsort(-scores[made].astype(np.float64), kind="stable")].tolist():
