@@ -161,6 +161,19 @@ KINDS = {
         dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
         {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3},
     ),
+    "falcon-h1": (
+        "falcon_h1",
+        dict(head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_expand=1)
+        | dict(mamba_n_groups=2, mamba_rms_norm=True),
+        {
+            "attention.key_length": 16,
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": 64,
+            "ssm.state_size": 8,
+            "ssm.time_step_rank": 4,
+            "ssm.group_count": 2,
+        },
+    ),
     "lfm2moe": (
         "lfm2_moe",
         EXPERTS
@@ -258,8 +271,10 @@ def gguf_name(names, name):
     if leaf not in ("weight", "bias"):
         stem, leaf = name, "weight"
     found = names.get_name(stem)
-    assert found is not None, name
-    return f"{found}.{leaf}"
+    # The table has some names as a whole.
+    whole = names.get_name(name) if found is None else None
+    assert found or whole, name
+    return whole or f"{found}.{leaf}"
 
 
 def by_value_head(weight, config, size, axis=0, first=0):
@@ -298,6 +313,18 @@ def of_delta_rule(name, weight, config, mixed):
     return {f"blk.{layer}.{new}": weight}
 
 
+def of_mamba(name, weight, config):
+    """llama.cpp's name and numbers of a parameter of a Mamba2 mixer."""
+    layer, part = name.split(".")[2], name.partition("mamba.")[2]
+    theirs = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "norm.weight": "ssm_norm.weight"}
+    new = theirs.get(part) or f"ssm_{part.replace('_proj', '')}"
+    if part in ("A_log", "D"):
+        weight = (-weight.exp() if part == "A_log" else weight)[:, None]
+    elif part == "norm.weight":
+        weight = weight.view(config.mamba_n_groups, -1)
+    return f"blk.{layer}.{new}", weight.squeeze(1) if part == "conv1d.weight" else weight
+
+
 def of_experts(name, weight, model_type):
     """llama.cpp's names of stacks of experts, by which gates and what they gate are apart."""
     layer, bias = name.split(".")[2], name.endswith("_bias")
@@ -329,6 +356,9 @@ def stored(model, architecture):
             continue
         if ".experts." in name:
             yield from of_experts(name, weight, config.model_type).items()
+            continue
+        if ".mamba." in name:
+            yield of_mamba(name, weight, config)
             continue
         if name.endswith(tuple(OF_GEMMA4_ROUTER)):
             layer, part = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name).groups()

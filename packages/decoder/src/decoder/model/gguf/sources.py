@@ -1,5 +1,6 @@
 """What a model's parameters are made of: tensors of the file, in the order and with the numbers of transformers."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,6 +27,7 @@ class Source(NamedTuple):
         transposed: whether rows are columns.
         axes: how many axes the model has, where the file may have one fewer.
         axis: where that is, of one.
+        flat: whether the model has one axis alone.
         wide: whether it is float32 in models of any dtype.
     """
 
@@ -36,11 +38,14 @@ class Source(NamedTuple):
     transposed: bool = False
     axes: int = 0
     axis: int = 0
+    flat: bool = False
     wide: bool = False
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """That of the parameter, of those of its tensors."""
         first = shapes[0]
+        if self.flat:
+            return (math.prod(first),)
         at = self.row_axis(first)
         made = list(first)
         made[at] = sum(shape[at] for shape in shapes)
@@ -120,6 +125,14 @@ def qwen3_next(config: PreTrainedConfig, name: str) -> dict:
     changed = _delta_rule(config, name)
     stem = name.partition(".")[0]
     return changed | ({"rows": _by_key_head(config)} if stem in ("attn_qkv", "attn_gate") else {})
+
+
+def mamba(config: PreTrainedConfig, name: str) -> dict:
+    """Numbers of heads and norms of groups are columns of one, or lists by group."""
+    changed: dict = {"axes": 3, "axis": 1} if name == "ssm_conv1d.weight" else {}
+    if name in ("ssm_a", "ssm_d", "ssm_norm.weight"):
+        changed["flat"] = True
+    return changed | ({"number": _logarithm_of_decay} if name == "ssm_a" else {})
 
 
 def _delta_rule(config: PreTrainedConfig, name: str) -> dict:

@@ -94,4 +94,6 @@ def parameter(file: GgufFile, source: Source, dtype: torch.dtype) -> torch.Tenso
         made = source.number(made).to(dtype)
     if source.transposed:
         made = made.transpose(-1, -2).contiguous()
+    if source.flat:
+        return made.flatten()
     return made.unsqueeze(source.axis) if made.ndim < source.axes else made

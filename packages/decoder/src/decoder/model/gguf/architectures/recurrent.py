@@ -5,7 +5,15 @@ from typing import Any
 import numpy as np
 
 from decoder.model.gguf import sources
-from decoder.model.gguf.architectures.base import ATTENTION, GATED, HEAD_NORMS, OUTSIDE, RMS_NORM, Architecture
+from decoder.model.gguf.architectures.base import (
+    ATTENTION,
+    GATED,
+    HEAD_NORMS,
+    OUTSIDE,
+    PROJECTIONS,
+    RMS_NORM,
+    Architecture,
+)
 from decoder.model.gguf.architectures.experts import EXPERTS, SHARED_EXPERT, SIGMOID, check_gating, experts
 from decoder.model.gguf.file import ELSE, GgufFile
 from decoder.model.gguf.keys import needed_size, size_of, value_of
@@ -70,6 +78,28 @@ def _lfm2moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _falcon_h1(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    heads, inner = needed_size(file, "ssm.time_step_rank"), needed_size(file, "ssm.inner_size")
+    once = ("attention_in", "attention_out", "ssm_in", "ssm_out", "key", "lm_head", "embedding")
+    return {
+        "mamba_d_ssm": inner,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": needed_size(file, "ssm.group_count"),
+        "mamba_d_state": needed_size(file, "ssm.state_size"),
+        "mamba_d_conv": needed_size(file, "ssm.conv_kernel"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in file.tensors,
+        "mamba_proj_bias": "blk.0.ssm_in.bias" in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        # Converters multiply the weights by these.
+        **{f"{name}_multiplier": 1.0 for name in once},
+        "mlp_multipliers": [1.0, 1.0],
+        "ssm_multipliers": [1.0] * 5,
+    }
+
+
 def _delta_rule(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     heads = needed_size(file, "ssm.time_step_rank")
     values = {
@@ -105,6 +135,24 @@ RECURRENT = {
     "qwen35": Architecture("qwen3_5_text", _HYBRID | GATED | _DELTA_RULE, _delta_rule, change=sources.qwen3_5),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text", _HYBRID | EXPERTS | SHARED_EXPERT | _DELTA_RULE, _delta_rule, change=sources.qwen3_5
+    ),
+    "falcon-h1": Architecture(
+        "falcon_h1",
+        PROJECTIONS
+        | {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm.weight"}
+        | {"ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"}
+        | {
+            "ssm_in": "mamba.in_proj",
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_dt.bias": "mamba.dt_bias",
+            "ssm_a": "mamba.A_log",
+            "ssm_d": "mamba.D",
+            "ssm_norm": "mamba.norm",
+            "ssm_out": "mamba.out_proj",
+        },
+        _falcon_h1,
+        outside=OUTSIDE | {"output_norm": "model.final_layernorm"},
+        change=sources.mamba,
     ),
     "lfm2": Architecture(
         "lfm2",
