@@ -243,6 +243,11 @@ KINDS = {
         dict(num_hidden_layers=4, sliding_window=16, sliding_window_pattern=4),
         {"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, True, True, False]},
     ),
+    "exaone4 without windows": (
+        "exaone4",
+        dict(sliding_window=None, sliding_window_pattern=None, layer_types=["full_attention"] * 2),
+        {},
+    ),
     "glm4": (
         "glm4",
         dict(head_dim=16, partial_rotary_factor=0.5, pad_token_id=None),
@@ -261,6 +266,7 @@ THEIRS = {
     "ministral3": "mistral3",
     "gemma3 of 4B": "gemma3",
     "gemma4 with experts": "gemma4",
+    "exaone4 without windows": "exaone4",
 }
 
 
@@ -538,6 +544,27 @@ def test_a_file_tells_what_its_norms_add(tmp_path, architecture, monkeypatch):
     written(tmp_path / "a.gguf", random_model(model_type, more), architecture, keys)
     with pytest.raises(ValueError, match=rf"has no {architecture}\.attention\.layer_norm_(rms_)?epsilon"):
         read_config(open_gguf(tmp_path / "a.gguf"))
+
+
+def test_a_file_without_a_window_has_none(tmp_path):
+    """As a configuration of transformers' would have where it says nothing."""
+    model_type, more, keys = KINDS["mistral3"]
+    written(tmp_path / "a.gguf", random_model(model_type, more), "mistral3", keys)
+    assert read_config(open_gguf(tmp_path / "a.gguf")).sliding_window is None
+
+
+def test_a_tensor_that_the_model_does_not_use_is_refused(tmp_path):
+    written(
+        tmp_path / "a.gguf",
+        random_model("ernie4_5", dict(head_dim=16, use_bias=True)),
+        "ernie4_5",
+        KINDS["ernie4_5"][2],
+    )
+    file = open_gguf(tmp_path / "a.gguf")
+    with pytest.raises(
+        ValueError, match=r"has a tensor 'blk\.0\.attn_q\.bias', which models of type ernie4_5 do not use"
+    ):
+        check_shapes(file, AutoModelForCausalLM.from_config(read_config(file)))
 
 
 def test_layers_that_predict_further_tokens_are_left_out_and_matrices_stay_in_their_format(tmp_path):

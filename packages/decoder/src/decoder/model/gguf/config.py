@@ -46,14 +46,16 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
         # All of whose layers may be experts, which have a size of their own.
         if values[name] is None and not (name == "intermediate_size" and "ffn_gate_inp" in architecture.names):
             raise ValueError(f"{file.path} has no {file.architecture}.{key}: {ELSE}")
+    values["sliding_window"] = None
     if architecture.extra is not None:
         values |= architecture.extra(file, architecture)
     _check_layers(file, values["num_hidden_layers"])
     # Layers that predict further tokens stand behind the others.
     values["num_hidden_layers"] -= size_of(file, "nextn_predict_layers") or 0
     try:
-        # What the file does not say is the architecture's default, but for tokens.
-        given = {name: value for name, value in values.items() if value is not None or name.endswith("_token_id")}
+        # What the file does not say is the architecture's default, but for tokens and windows.
+        none = [name for name in values if name.endswith("_token_id") or name == "sliding_window"]
+        given = {name: value for name, value in values.items() if value is not None or name in none}
         config = AutoConfig.for_model(architecture.model_type, **given)
     except Exception as error:
         # Validators of configurations raise errors of their own.

@@ -51,9 +51,14 @@ def check_shapes(file: GgufFile, model: PreTrainedModel) -> None:
         model: the model of the configuration, which may be on the meta device.
 
     Raises:
-        ValueError: it has too few, or of other sizes; both are named.
+        ValueError: it has too few, others, or of other sizes; each is named.
     """
     made = sources(file, model.config)
+    known = {name for own in (model.named_parameters(remove_duplicate=False), model.named_buffers()) for name, _ in own}
+    for name, source in made.items():
+        if name not in known:
+            unused = f"which models of type {model.config.model_type} do not use here"
+            raise ValueError(f"{file.path} has a tensor {named(source.tensors[0])}, {unused}: {ELSE}")
     tied = set(model.all_tied_weights_keys)
     for name, weight in model.named_parameters(remove_duplicate=False):
         if name not in made:

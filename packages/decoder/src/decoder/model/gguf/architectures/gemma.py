@@ -29,7 +29,7 @@ def _scaled_like_heads(file: GgufFile, largest: int) -> int | None:
 
 def _gemma2(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return {
-        "sliding_window": value_of(file, "attention.sliding_window", int),
+        "sliding_window": size_of(file, "attention.sliding_window") or 4096,  # as in llama.cpp
         "layer_types": window_layers(file, 2),
         "query_pre_attn_scalar": _scaled_like_heads(file, 46),
         "attn_logit_softcapping": value_of(file, "attn_logit_softcapping", float),
