@@ -263,6 +263,8 @@ REFUSED = {
         "layers with a recurrent state",
     ),
     "llama, soft caps": ("llama", dict(attn_logit_softcapping=3.0), "has attn_logit_softcapping=3.0"),
+    "llama, layers that share keys": ("llama", dict(num_kv_shared_layers=2), "has num_kv_shared_layers=2"),
+    "qwen3, temperatures": ("qwen3", dict(attn_temperature_tuning=True), "has attn_temperature_tuning=True"),
     "llama, interleaved": ("llama", dict(rope_interleaved=True), "has rope_interleaved=True"),
     "deepseek_v2, an unknown router": ("deepseek_v2", dict(topk_method="noaux_tc"), "has topk_method='noaux_tc'"),
     "deepseek_v3, an unknown router": ("deepseek_v3", dict(scoring_func="softmax"), "has scoring_func='softmax'"),
