@@ -161,6 +161,29 @@ KINDS = {
         dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
         {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3},
     ),
+    "granitehybrid": (
+        "granitemoehybrid",
+        dict(layer_types=["mamba", "attention"], num_local_experts=4, num_experts_per_tok=2, mamba_d_state=8)
+        | dict(mamba_n_heads=8, mamba_d_head=16, mamba_expand=2, mamba_n_groups=2, shared_intermediate_size=48)
+        | dict(position_embedding_type=None, embedding_multiplier=3.0, residual_multiplier=0.5)
+        | dict(attention_multiplier=0.3, logits_scaling=2.0),
+        {
+            "attention.head_count_kv": [0, 2],
+            "attention.scale": 0.3,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.5,
+            "logit_scale": 2.0,
+            "rope.scaling.finetuned": False,
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_shared_feed_forward_length": 48,
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": 128,
+            "ssm.state_size": 8,
+            "ssm.time_step_rank": 8,
+            "ssm.group_count": 2,
+        },
+    ),
     "falcon-h1": (
         "falcon_h1",
         dict(head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_expand=1)
@@ -272,6 +295,7 @@ THEIRS = {
 
 def gguf_name(names, name):
     """llama.cpp's name of a parameter, by the package gguf's own table."""
+    name = name.replace("moe.router.weight", "moe.router.layer.weight")
     name = re.sub(r"(correction|expert)_bias$", r"\1.bias", name).replace("expert.bias", "expert_bias.bias")
     stem, _, leaf = name.rpartition(".")
     if leaf not in ("weight", "bias"):
@@ -354,7 +378,7 @@ def stored(model, architecture):
     names = gguf.get_tensor_name_map(
         next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), config.num_hidden_layers
     )
-    turned = architecture in ("llama", "smollm3", "granite", "mistral3")
+    turned = architecture in ("llama", "smollm3", "granite", "granitehybrid", "mistral3")
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if turned else {}
     for name, weight in model.state_dict().items():
         if architecture == "gemma4" and ".experts." in name:
@@ -362,6 +386,11 @@ def stored(model, architecture):
             continue
         if ".experts." in name:
             yield from of_experts(name, weight, config.model_type).items()
+            continue
+        if ".shared_mlp." in name:
+            layer, parts = name.split(".")[2], ("gate", "up") if "input" in name else ("down",)
+            for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
+                yield f"blk.{layer}.ffn_{part}_shexp.weight", own
             continue
         if ".mamba." in name:
             yield of_mamba(name, weight, config)

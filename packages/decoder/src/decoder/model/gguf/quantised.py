@@ -113,7 +113,7 @@ def _kind_of(file: GgufFile, name: str) -> WeightFormat | None:
 
 def _kept(file: GgufFile, source: Source, module: nn.Module | None, path: str) -> WeightFormat | None:
     """The format of the matrix of a module that can stay in it."""
-    if len(source.tensors) > 1 or source.number or source.transposed:
+    if source.number or source.transposed or len({_kind_of(file, name) for name in source.tensors}) > 1:
         return None
     if type(module) not in _KEPT and not _SCALED.fullmatch(type(module).__name__):
         return None
@@ -136,9 +136,12 @@ def _blocks_in_order(file: GgufFile, source: Source, kind: WeightFormat) -> np.n
 
 
 def _matrix(file: GgufFile, source: Source, kind: WeightFormat) -> QuantisedMatrix:
-    name = source.tensors[0]
-    blocks = file.tensors[name].blocks
-    matrix = file.packed(name) if source.rows is None and source.columns is None else None
+    first, *others = source.tensors
+    blocks = file.tensors[first].blocks
+    if others:
+        blocks = np.concatenate([file.tensors[name].blocks for name in source.tensors])
+    as_it_is = source.rows is None and source.columns is None and not others
+    matrix = file.packed(first) if as_it_is else None
     if source.rows is not None:
         blocks = blocks[source.rows(len(blocks))]
     if source.columns is not None:
@@ -146,9 +149,10 @@ def _matrix(file: GgufFile, source: Source, kind: WeightFormat) -> QuantisedMatr
         blocks = blocks.reshape(len(blocks), -1)
     if matrix is None:
         matrix = QuantisedMatrix(kind, blocks)
-        file.release(name)
+        for name in source.tensors:
+            file.release(name)
     if not matrix.finite:
-        raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}")
+        raise ValueError(f"{file.path} holds values in {first} that are no numbers: {FETCH}, or {ELSE}")
     return matrix
 
 

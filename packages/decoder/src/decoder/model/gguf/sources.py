@@ -135,6 +135,10 @@ def mamba(config: PreTrainedConfig, name: str) -> dict:
     return changed | ({"number": _logarithm_of_decay} if name == "ssm_a" else {})
 
 
+def granite_hybrid(config: PreTrainedConfig, name: str) -> dict:
+    return mamba(config, name) | rotary_pairs(config, name)
+
+
 def _delta_rule(config: PreTrainedConfig, name: str) -> dict:
     changed = norms_around_one(config, name) | shared_expert(config, name)
     if name == "ssm_a":

@@ -31,7 +31,8 @@ def _smollm3(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return _llama(file, architecture) | {"no_rope_layer_interval": 4, "no_rope_layers": None}
 
 
-def _granite(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+def granite_scales(file: GgufFile) -> dict[str, Any]:
+    """What Granite multiplies embeddings, scores, layers and logits by."""
     names = {
         "attention.scale": "attention_multiplier",
         "embedding_scale": "embedding_multiplier",
@@ -43,7 +44,11 @@ def _granite(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     heads, size = size_of(file, "attention.head_count"), size_of(file, "embedding_length")
     if scales["attention_multiplier"] is None and heads and size:
         scales["attention_multiplier"] = (size // heads) ** -0.5
-    return _llama(file, architecture) | scales
+    return scales
+
+
+def _granite(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    return _llama(file, architecture) | granite_scales(file)
 
 
 def _ministral3(file: GgufFile, architecture: Architecture) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from decoder.model.gguf.architectures.base import (
     RMS_NORM,
     Architecture,
 )
+from decoder.model.gguf.architectures.dense import granite_scales
 from decoder.model.gguf.architectures.experts import EXPERTS, SHARED_EXPERT, SIGMOID, check_gating, experts
 from decoder.model.gguf.file import ELSE, GgufFile
 from decoder.model.gguf.keys import needed_size, size_of, value_of
@@ -34,6 +35,15 @@ _MIXED_DELTA_RULE = _DELTA_RULE | {
     "attn_qkv": "linear_attn.in_proj_qkvz",
     "attn_gate": "linear_attn.in_proj_qkvz",
     "ssm_ba": "linear_attn.in_proj_ba",
+}
+_MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
 }
 _SHORT_CONVOLUTIONS = {
     "attn_norm": "operator_norm",
@@ -78,21 +88,50 @@ def _lfm2moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _falcon_h1(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+def _mamba(file: GgufFile) -> dict[str, Any]:
+    """The keys of mixers of Mamba2."""
     heads, inner = needed_size(file, "ssm.time_step_rank"), needed_size(file, "ssm.inner_size")
-    once = ("attention_in", "attention_out", "ssm_in", "ssm_out", "key", "lm_head", "embedding")
     return {
-        "mamba_d_ssm": inner,
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
         "mamba_n_groups": needed_size(file, "ssm.group_count"),
         "mamba_d_state": needed_size(file, "ssm.state_size"),
         "mamba_d_conv": needed_size(file, "ssm.conv_kernel"),
-        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
-        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in file.tensors,
-        "mamba_proj_bias": "blk.0.ssm_in.bias" in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "mamba_conv_bias": _has_any(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has_any(file, "ssm_in.bias"),
+        "attention_bias": _has_any(file, "attn_q.bias"),
+    }
+
+
+def _has_any(file: GgufFile, name: str) -> bool:
+    return any(tensor.endswith(f".{name}") for tensor in file.tensors)
+
+
+def _granite_hybrid(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    mixers, hidden = _mamba(file), needed_size(file, "embedding_length")
+    experts = value_of(file, "expert_count", int, 0)
+    told = value_of(file, "rope.scaling.finetuned", bool, True)
+    return {
+        **mixers,
+        **granite_scales(file),
+        "mamba_expand": needed_size(file, "ssm.inner_size") // hidden,
+        "num_key_value_heads": size_of(file, "attention.head_count_kv", some_layers=True),
+        "layer_types": ["mamba" if kind == "mamba" else "attention" for kind in _layer_types(file, "ssm_a", "mamba")],
+        "shared_intermediate_size": needed_size(file, "expert_shared_feed_forward_length"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": value_of(file, "expert_used_count", int, 0),
+        # As llama.cpp has it, what is "finetuned" has rotary embeddings.
+        "position_embedding_type": "rope" if told else None,
+    }
+
+
+def _falcon_h1(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    once = ("attention_in", "attention_out", "ssm_in", "ssm_out", "key", "lm_head", "embedding")
+    return {
+        **_mamba(file),
+        "mamba_d_ssm": needed_size(file, "ssm.inner_size"),
+        "mamba_rms_norm": _has_any(file, "ssm_norm.weight"),
+        "mlp_bias": _has_any(file, "ffn_gate.bias"),
         # Converters multiply the weights by these.
         **{f"{name}_multiplier": 1.0 for name in once},
         "mlp_multipliers": [1.0, 1.0],
@@ -136,20 +175,30 @@ RECURRENT = {
     "qwen35moe": Architecture(
         "qwen3_5_moe_text", _HYBRID | EXPERTS | SHARED_EXPERT | _DELTA_RULE, _delta_rule, change=sources.qwen3_5
     ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        ATTENTION
+        | _MAMBA
+        | {
+            "ffn_gate": "shared_mlp.input_linear",
+            "ffn_up": "shared_mlp.input_linear",
+            "ffn_down": "shared_mlp.output_linear",
+            "ffn_gate_shexp": "shared_mlp.input_linear",
+            "ffn_up_shexp": "shared_mlp.input_linear",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        }
+        | {name: path.replace("mlp.", "block_sparse_moe.") for name, path in EXPERTS.items()}
+        | {"ffn_gate_inp": "block_sparse_moe.router"},
+        _granite_hybrid,
+        change=sources.granite_hybrid,
+        by_layer=("attention.head_count_kv",),
+    ),
     "falcon-h1": Architecture(
         "falcon_h1",
         PROJECTIONS
         | {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm.weight"}
         | {"ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"}
-        | {
-            "ssm_in": "mamba.in_proj",
-            "ssm_conv1d": "mamba.conv1d",
-            "ssm_dt.bias": "mamba.dt_bias",
-            "ssm_a": "mamba.A_log",
-            "ssm_d": "mamba.D",
-            "ssm_norm": "mamba.norm",
-            "ssm_out": "mamba.out_proj",
-        },
+        | _MAMBA,
         _falcon_h1,
         outside=OUTSIDE | {"output_norm": "model.final_layernorm"},
         change=sources.mamba,
