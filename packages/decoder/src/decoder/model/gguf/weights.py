@@ -32,7 +32,7 @@ def join_sources(source: Source | None, name: str, change: dict) -> Source:
     """A parameter's ``source`` with one more tensor, called ``name``; ``change`` is what differs from a plain one."""
     # Gates come before what they gate.
     names = (name,) if source is None else (*source.tensors, name)
-    names = tuple(sorted(names, key=lambda each: "gate" not in each and "attn_qkv" not in each))
+    names = tuple(sorted(names, key=lambda each: "ffn_gate" not in each and "attn_qkv" not in each))
     return Source(names, **change)
 
 
