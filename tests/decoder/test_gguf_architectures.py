@@ -80,6 +80,29 @@ OF_MINISTRAL = dict(
     mscale_all_dim=1.0,
     llama_4_scaling_beta=0.1,
 )
+COMPRESSED = EXPERTS | dict(
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    kv_lora_rank=16,
+    q_lora_rank=20,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    n_group=1,
+    topk_group=1,
+)
+OF_COMPRESSED = OF_EXPERTS | {
+    "attention.head_count_kv": 4,
+    "attention.key_length": 24,
+    "attention.value_length": 12,
+    "attention.kv_lora_rank": 16,
+    "rope.dimension_count": 8,
+    "expert_shared_count": 1,
+    "leading_dense_block_count": 1,
+}
+OF_DEEPSEEK3 = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0)
 # By llama.cpp's names: transformers' name, further sizes, and llama.cpp's keys for them.
 KINDS = {
     "llama": ("llama", {}, {}),
@@ -141,6 +164,31 @@ KINDS = {
             "expert_weights_scale": 1.5,
             "expert_weights_norm": True,
             "expert_gating_func": 2,
+        },
+    ),
+    "deepseek2": ("deepseek_v2", COMPRESSED | dict(q_lora_rank=None), OF_COMPRESSED),
+    "deepseek3": (
+        "deepseek_v3",
+        COMPRESSED
+        | dict(n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.5)
+        | dict(rope_parameters=OF_DEEPSEEK3),
+        OF_COMPRESSED
+        | {
+            "attention.head_count_kv": 1,
+            "attention.key_length": 24,
+            "attention.value_length": 16,
+            "attention.key_length_mla": 24,
+            "attention.value_length_mla": 12,
+            "attention.q_lora_rank": 20,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+            "expert_gating_func": 2,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.yarn_log_multiplier": 0.1,
         },
     ),
     "gpt-oss": (
@@ -287,6 +335,7 @@ THEIRS = {
     "mixtral": "llama",
     "olmo3": "olmo2",
     "ministral3": "mistral3",
+    "deepseek3": "deepseek2",
     "gemma3 of 4B": "gemma3",
     "gemma4 with experts": "gemma4",
     "exaone4 without windows": "exaone4",
@@ -386,6 +435,14 @@ def stored(model, architecture):
             continue
         if ".experts." in name:
             yield from of_experts(name, weight, config.model_type).items()
+            continue
+        if config.model_type == "deepseek_v3" and name.endswith("kv_b_proj.weight"):
+            # As converters write it now; before, as for V2 here, it was one matrix.
+            each = weight.unflatten(0, (config.num_attention_heads, -1))
+            keys, values = each.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
+            layer = name.split(".")[2]
+            yield f"blk.{layer}.attn_k_b.weight", keys.mT
+            yield f"blk.{layer}.attn_v_b.weight", values
             continue
         if ".shared_mlp." in name:
             layer, parts = name.split(".")[2], ("gate", "up") if "input" in name else ("down",)

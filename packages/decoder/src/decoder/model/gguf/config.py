@@ -53,8 +53,8 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     # Layers that predict further tokens stand behind the others.
     values["num_hidden_layers"] -= size_of(file, "nextn_predict_layers") or 0
     try:
-        # What the file does not say is the architecture's default, but for tokens and windows.
-        none = [name for name in values if name.endswith("_token_id") or name == "sliding_window"]
+        # What the file does not say is the architecture's default, but for tokens and what only some models have.
+        none = [name for name in values if name.endswith("_token_id") or name in ("sliding_window", "q_lora_rank")]
         given = {name: value for name, value in values.items() if value is not None or name in none}
         config = AutoConfig.for_model(architecture.model_type, **given)
     except Exception as error:

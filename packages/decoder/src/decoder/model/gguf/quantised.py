@@ -113,7 +113,7 @@ def _kind_of(file: GgufFile, name: str) -> WeightFormat | None:
 
 def _kept(file: GgufFile, source: Source, module: nn.Module | None, path: str) -> WeightFormat | None:
     """The format of the matrix of a module that can stay in it."""
-    if source.number or source.transposed or len({_kind_of(file, name) for name in source.tensors}) > 1:
+    if source.number or source.transposed or source.join or len({_kind_of(file, name) for name in source.tensors}) > 1:
         return None
     if type(module) not in _KEPT and not _SCALED.fullmatch(type(module).__name__):
         return None

@@ -28,6 +28,7 @@ class Source(NamedTuple):
         axes: how many axes the model has, where the file may have one fewer.
         axis: where that is, of one.
         flat: whether the model has one axis alone.
+        join: what makes it of its tensors, if they are not joined along their rows.
         wide: whether it is float32 in models of any dtype.
     """
 
@@ -39,6 +40,7 @@ class Source(NamedTuple):
     axes: int = 0
     axis: int = 0
     flat: bool = False
+    join: Callable[[list[torch.Tensor]], torch.Tensor] | None = None
     wide: bool = False
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -46,6 +48,8 @@ class Source(NamedTuple):
         first = shapes[0]
         if self.flat:
             return (math.prod(first),)
+        if self.join is not None:
+            return tuple(self.join([torch.empty(shape, device="meta") for shape in shapes]).shape)
         at = self.row_axis(first)
         made = list(first)
         made[at] = sum(shape[at] for shape in shapes)
@@ -96,6 +100,12 @@ def glm4_moe(config: PreTrainedConfig, name: str) -> dict:
     return {"wide": name == "exp_probs_b.bias"}
 
 
+def compressed_keys(config: PreTrainedConfig, name: str) -> dict:
+    """What restores keys [heads, compressed, size] and values [heads, size, compressed] is one matrix, head by head."""
+    changed = glm4_moe(config, name)
+    return changed | ({"join": _by_head} if name in ("attn_k_b.weight", "attn_v_b.weight") else {})
+
+
 def lfm2(config: PreTrainedConfig, name: str) -> dict:
     return {"axes": 3, "axis": 1} if name == "shortconv.conv.weight" else {}
 
@@ -144,6 +154,11 @@ def _delta_rule(config: PreTrainedConfig, name: str) -> dict:
     if name == "ssm_a":
         changed["number"] = _logarithm_of_decay
     return changed | ({"axes": 3, "axis": 1} if name == "ssm_conv1d.weight" else {})
+
+
+def _by_head(parts: list[torch.Tensor]) -> torch.Tensor:
+    keys, values = parts if len(parts) == 2 else (parts[0], parts[0][..., :0].mT)
+    return torch.cat((keys.mT, values), dim=1).flatten(0, 1)
 
 
 def _less_one(numbers: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def join_sources(source: Source | None, name: str, change: dict) -> Source:
     """A parameter's ``source`` with one more tensor, called ``name``; ``change`` is what differs from a plain one."""
     # Gates come before what they gate.
     names = (name,) if source is None else (*source.tensors, name)
-    names = tuple(sorted(names, key=lambda each: "ffn_gate" not in each and "attn_qkv" not in each))
+    names = tuple(sorted(names, key=lambda each: ("ffn_gate" not in each and "attn_qkv" not in each, each)))
     return Source(names, **change)
 
 
@@ -91,6 +91,8 @@ def parameter(file: GgufFile, source: Source, dtype: torch.dtype) -> torch.Tenso
             raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}") from error
         file.release(name)
     axis = source.row_axis(parts[0].shape)
+    if source.join is not None:
+        return source.join(parts).contiguous()
     made = parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
     for at, order in ((axis, source.rows), (-1, source.columns)):
         if order is not None:

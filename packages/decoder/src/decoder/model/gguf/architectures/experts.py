@@ -8,7 +8,7 @@ from decoder.model.gguf.file import ELSE, GgufFile
 from decoder.model.gguf.keys import needed_size, size_of, value_of
 from decoder.model.gguf.rotary import rotary_of
 
-SIGMOID = 2  # of llama.cpp's functions that make weights of logits
+SOFTMAX, SIGMOID = 1, 2  # of llama.cpp's functions that make weights of logits
 # Stacks of experts are parameters themselves, not weights of modules.
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -22,6 +22,27 @@ SHARED_EXPERT = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+_SHARED_EXPERTS = {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_COMPRESSED = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b.weight": "self_attn.kv_b_proj.weight",
+    "attn_v_b.weight": "self_attn.kv_b_proj.weight",
+    "attn_output": "self_attn.o_proj",
 }
 
 
@@ -84,6 +105,56 @@ def _glm4_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _compressed(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    """The keys of compressed keys and values. Files of before mid-2025 have other sizes by the same names."""
+    size = size_of(file, "attention.key_length_mla") or needed_size(file, "attention.key_length")
+    values = size_of(file, "attention.value_length_mla") or needed_size(file, "attention.value_length")
+    for of_what_is_compressed in ("attention.value_length", "attention.head_count_kv"):
+        size_of(file, of_what_is_compressed)
+    turned = needed_size(file, "rope.dimension_count")
+    sigmoid = architecture.model_type == "deepseek_v3"
+    check_gating(file, SIGMOID if sigmoid else SOFTMAX)
+    groups = value_of(file, "expert_group_count", int, 0) or 1
+    return {
+        "kv_lora_rank": needed_size(file, "attention.kv_lora_rank"),
+        "q_lora_rank": size_of(file, "attention.q_lora_rank"),
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": size - turned,
+        "v_head_dim": values,
+        "head_dim": turned,
+        "num_key_value_heads": needed_size(file, "attention.head_count"),
+        "n_routed_experts": needed_size(file, "expert_count"),
+        "num_experts_per_tok": needed_size(file, "expert_used_count"),
+        "moe_intermediate_size": needed_size(file, "expert_feed_forward_length"),
+        "n_shared_experts": needed_size(file, "expert_shared_count"),
+        "first_k_dense_replace": value_of(file, "leading_dense_block_count", int, 0),
+        "routed_scaling_factor": value_of(file, "expert_weights_scale", float, 1.0),
+        "norm_topk_prob": value_of(file, "expert_weights_norm", bool, False),
+        "n_group": groups,
+        "topk_group": value_of(file, "expert_group_used_count", int, 0) or 1,
+        "topk_method": "noaux_tc" if sigmoid else "greedy" if groups == 1 else "group_limited_greedy",
+        "attention_bias": False,
+    }
+
+
+def _rotary_of_compressed(file: GgufFile, head_size: int | None) -> dict[str, Any]:
+    rotary = rotary_of(file, needed_size(file, "rope.dimension_count"), ("yarn_log_multiplier",))
+    stored = value_of(file, "rope.scaling.yarn_log_multiplier", float)
+    # Both of the model's scales are the same number, of which the file has a tenth.
+    return rotary if stored is None else rotary | dict.fromkeys(("mscale", "mscale_all_dim"), 10 * stored)
+
+
+def _deepseek(model_type: str) -> Architecture:
+    return Architecture(
+        model_type,
+        _COMPRESSED | GATED | EXPERTS | _SHARED_EXPERTS,
+        _compressed,
+        change=sources.compressed_keys,
+        rotary=_rotary_of_compressed,
+        by_layer=("attention.head_count_kv",),
+    )
+
+
 OF_EXPERTS = {
     "mixtral": Architecture("mixtral", ATTENTION | EXPERTS, experts, change=sources.rotary_pairs),
     "qwen2moe": Architecture("qwen2_moe", ATTENTION | EXPERTS | SHARED_EXPERT, experts, change=sources.shared_expert),
@@ -94,16 +165,13 @@ OF_EXPERTS = {
         | HEAD_NORMS
         | GATED
         | EXPERTS
-        | {
-            "post_attention_norm": "post_attention_layernorm",
-            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
-        },
+        | _SHARED_EXPERTS
+        | {"post_attention_norm": "post_attention_layernorm"},
         _glm4_moe,
         change=sources.glm4_moe,
     ),
+    "deepseek2": _deepseek("deepseek_v2"),
+    "deepseek3": _deepseek("deepseek_v3"),
     "gpt-oss": Architecture(
         "gpt_oss",
         ATTENTION
@@ -120,4 +188,5 @@ OF_EXPERTS = {
         change=sources.gpt_oss,
     ),
 }
-"""By llama.cpp's names, but for "mixtral", which is a "llama" with experts there."""
+"""By llama.cpp's names, but for "mixtral", which is a "llama" with experts there, and "deepseek3", which
+is a "deepseek2" with corrections of its router."""
