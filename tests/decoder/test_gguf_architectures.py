@@ -640,6 +640,42 @@ def test_a_file_without_a_window_has_none(tmp_path):
     assert read_config(open_gguf(tmp_path / "a.gguf")).sliding_window is None
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "both"),
+    [
+        ("deepseek3", "blk.1.attn_v_b.weight", "'blk.1.attn_k_b.weight' and 'blk.1.attn_v_b.weight'"),
+        ("qwen3moe", "blk.1.ffn_up_exps.weight", "'blk.1.ffn_gate_exps.weight' and 'blk.1.ffn_up_exps.weight'"),
+        ("granitehybrid", "blk.1.ffn_up_shexp.weight", "'blk.1.ffn_gate_shexp.weight' and 'blk.1.ffn_up_shexp.weight'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_tensors_that_do_not_go_together_are_named(tmp_path, monkeypatch, architecture, name, both, kind):
+    model_type, more, keys = KINDS[architecture]
+    whole = stored
+
+    def cut(model, theirs):
+        for own, weight in whole(model, theirs):
+            yield own, weight[..., : weight.shape[-1] // 2] if own == name else weight
+
+    monkeypatch.setitem(globals(), "stored", cut)
+    model, own = random_model(model_type, more), gguf.GGMLQuantizationType[kind]
+    written(tmp_path / "a.gguf", model, THEIRS.get(architecture, architecture), keys, kind=own)
+    with pytest.raises(ValueError, match=re.escape(f"a.gguf has sizes of {both} that do not go together")):
+        decoder.load(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("missing", ["k", "v"])
+def test_one_of_two_that_are_joined_is_missing(tmp_path, monkeypatch, missing):
+    model_type, more, keys = KINDS["deepseek3"]
+    whole = stored
+    monkeypatch.setitem(
+        globals(), "stored", lambda *given: ((n, w) for n, w in whole(*given) if n != f"blk.1.attn_{missing}_b.weight")
+    )
+    written(tmp_path / "a.gguf", random_model(model_type, more), "deepseek2", keys)
+    with pytest.raises(ValueError, match=r"a\.gguf has sizes of 'blk\.1\.attn_._b\.weight' that do not go together"):
+        decoder.load(tmp_path / "a.gguf")
+
+
 def test_a_tensor_that_the_model_does_not_use_is_refused(tmp_path):
     written(
         tmp_path / "a.gguf",

@@ -44,7 +44,11 @@ class Source(NamedTuple):
     wide: bool = False
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """That of the parameter, of those of its tensors."""
+        """That of the parameter, of those of its tensors.
+
+        Raises:
+            ValueError, RuntimeError, IndexError: they cannot be joined.
+        """
         first = shapes[0]
         if self.flat:
             return (math.prod(first),)
@@ -52,7 +56,11 @@ class Source(NamedTuple):
             return tuple(self.join([torch.empty(shape, device="meta") for shape in shapes]).shape)
         at = self.row_axis(first)
         made = list(first)
-        made[at] = sum(shape[at] for shape in shapes)
+        made[at] = 0
+        for shape in shapes:
+            made[at] += shape[at]
+            if shape[:at] + shape[at + 1 or len(shape) :] != first[:at] + first[at + 1 or len(first) :]:
+                raise ValueError("they differ in more than their rows")
         if self.transposed:
             made[-2:] = made[:-3:-1]
         if len(made) < self.axes:
@@ -157,7 +165,7 @@ def _delta_rule(config: PreTrainedConfig, name: str) -> dict:
 
 
 def _by_head(parts: list[torch.Tensor]) -> torch.Tensor:
-    keys, values = parts if len(parts) == 2 else (parts[0], parts[0][..., :0].mT)
+    keys, values = parts
     return torch.cat((keys.mT, values), dim=1).flatten(0, 1)
 
 

@@ -64,12 +64,8 @@ def read_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     """The tokenizer of a file. Raises ValueError, with the key, for one that cannot be read or is not known here."""
     _refuse_unknown(file)
     kind, tokens = _kind(file), _tokens(file)
-    types = _numbers(file, "token_type", len(tokens))
-    types = np.full(len(tokens), _NORMAL) if types is None else types.copy()
-    if kind == "gemma4":
-        # As in llama.cpp, whatever the type of these is in the file.
-        types[[i for i, token in enumerate(tokens) if token in _NAMED_ENDS]] = _CONTROL
-        types[[i for i, token in enumerate(tokens) if len(token) > 1 and not token.strip("\n")]] = _USER_DEFINED
+    types = _types(file, tokens)
+    types = np.full(len(tokens), _NORMAL) if types is None else types
     if kind == "gpt2":
         splitting = _splitting(file)
         backend = _byte_level(file, tokens, splitting)
@@ -132,10 +128,9 @@ def end_tokens(file: GgufFile) -> list[int]:
     for name, token in zip(_ENDS, ends, strict=True):
         if count and token is not None and not 0 <= token < count:
             raise ValueError(f"{file.path} ends texts with token {token} of {count} ({PREFIX}{name}_token_id): {ELSE}")
-    types, texts = _numbers(file, "token_type", count), file.get(f"{PREFIX}tokens", Texts)
-    if types is not None and texts is not None:
-        all_types = file.metadata.get(f"{PREFIX}model") == "gemma4"
-        control = range(count) if all_types else np.flatnonzero(types[:count] == _CONTROL).tolist()
+    texts = file.get(f"{PREFIX}tokens", Texts)
+    if texts is not None and (types := _types(file, texts)) is not None:
+        control = np.flatnonzero(types[:count] == _CONTROL).tolist()
         named = {text: i for i in control if (text := texts[i]) in _NAMED_ENDS}
         if {"<|return|>", "<|call|>"} <= named.keys():
             # There, <|end|> stands behind each part of an answer.
@@ -180,6 +175,21 @@ def _numbers(file: GgufFile, name: str, count: int) -> np.ndarray | None:
     if numbers is not None and len(numbers) < count:
         raise ValueError(f"{file.path} has {len(numbers)} {PREFIX}{name} for {count} tokens: {ELSE}")
     return numbers
+
+
+def _types(file: GgufFile, tokens: Texts | list[str]) -> np.ndarray | None:
+    """The types of the tokens; None if the file does not say."""
+    types = _numbers(file, "token_type", len(tokens))
+    if types is None or file.metadata.get(f"{PREFIX}model") != "gemma4":
+        return types
+    types = types.copy()
+    # As in llama.cpp, these are found whole whatever their type is in the file.
+    for i, token in enumerate(tokens):
+        if token in _NAMED_ENDS:
+            types[i] = _CONTROL
+        elif len(token) > 1 and not token.strip("\n"):
+            types[i] = _USER_DEFINED
+    return types
 
 
 def _splitting(file: GgufFile) -> Splitting:

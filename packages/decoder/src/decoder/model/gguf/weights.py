@@ -67,7 +67,12 @@ def check_shapes(file: GgufFile, model: PreTrainedModel) -> None:
             raise ValueError(f"{file.path} lacks a tensor that its configuration asks for: {name}")
         source = made[name]
         shapes = [file.tensors[each].shape for each in source.tensors]
-        joined, expected = source.shape(shapes), tuple(weight.shape)
+        try:
+            joined = source.shape(shapes)
+        except (IndexError, RuntimeError, ValueError) as error:
+            names = " and ".join(map(named, source.tensors))
+            raise ValueError(f"{file.path} has sizes of {names} that do not go together: {FETCH}, or {ELSE}") from error
+        expected = tuple(weight.shape)
         if joined != expected:
             sizes, others = ("x".join(map(str, shape)) for shape in (joined, expected))
             raise ValueError(

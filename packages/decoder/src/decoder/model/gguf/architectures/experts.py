@@ -23,7 +23,6 @@ SHARED_EXPERT = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-
 _SHARED_EXPERTS = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
@@ -88,8 +87,9 @@ def _gpt_oss(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _glm4_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
-    check_gating(file, SIGMOID)
+def _routed_experts(file: GgufFile, function: int) -> dict[str, Any]:
+    """The keys of experts beside those that all tokens go through; ``function`` as for `check_gating`."""
+    check_gating(file, function)
     return {
         "n_routed_experts": needed_size(file, "expert_count"),
         "num_experts_per_tok": needed_size(file, "expert_used_count"),
@@ -98,8 +98,14 @@ def _glm4_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "first_k_dense_replace": value_of(file, "leading_dense_block_count", int, 0),
         "routed_scaling_factor": value_of(file, "expert_weights_scale", float, 1.0),
         "norm_topk_prob": value_of(file, "expert_weights_norm", bool, False),
-        "n_group": size_of(file, "expert_group_count") or 1,
-        "topk_group": size_of(file, "expert_group_used_count") or 1,
+        "n_group": value_of(file, "expert_group_count", int, 0) or 1,
+        "topk_group": value_of(file, "expert_group_used_count", int, 0) or 1,
+    }
+
+
+def _glm4_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    return {
+        **_routed_experts(file, SIGMOID),
         "attention_bias": in_first_layer(file, "attn_q.bias"),
         "use_qk_norm": in_first_layer(file, "attn_q_norm.weight"),
     }
@@ -113,9 +119,9 @@ def _compressed(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         size_of(file, of_what_is_compressed)
     turned = needed_size(file, "rope.dimension_count")
     sigmoid = architecture.model_type == "deepseek_v3"
-    check_gating(file, SIGMOID if sigmoid else SOFTMAX)
-    groups = value_of(file, "expert_group_count", int, 0) or 1
+    routed = _routed_experts(file, SIGMOID if sigmoid else SOFTMAX)
     return {
+        **routed,
         "kv_lora_rank": needed_size(file, "attention.kv_lora_rank"),
         "q_lora_rank": size_of(file, "attention.q_lora_rank"),
         "qk_rope_head_dim": turned,
@@ -123,16 +129,7 @@ def _compressed(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "v_head_dim": values,
         "head_dim": turned,
         "num_key_value_heads": needed_size(file, "attention.head_count"),
-        "n_routed_experts": needed_size(file, "expert_count"),
-        "num_experts_per_tok": needed_size(file, "expert_used_count"),
-        "moe_intermediate_size": needed_size(file, "expert_feed_forward_length"),
-        "n_shared_experts": needed_size(file, "expert_shared_count"),
-        "first_k_dense_replace": value_of(file, "leading_dense_block_count", int, 0),
-        "routed_scaling_factor": value_of(file, "expert_weights_scale", float, 1.0),
-        "norm_topk_prob": value_of(file, "expert_weights_norm", bool, False),
-        "n_group": groups,
-        "topk_group": value_of(file, "expert_group_used_count", int, 0) or 1,
-        "topk_method": "noaux_tc" if sigmoid else "greedy" if groups == 1 else "group_limited_greedy",
+        "topk_method": "noaux_tc" if sigmoid else "greedy" if routed["n_group"] == 1 else "group_limited_greedy",
         "attention_bias": False,
     }
 

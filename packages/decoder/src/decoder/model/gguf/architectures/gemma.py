@@ -52,10 +52,8 @@ def _gemma4(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     kinds = window_layers(file, 6)
     full = np.array([kind == "full_attention" for kind in kinds])
     kv_heads = np.array(sizes_of(file, "attention.head_count_kv", len(kinds)))
-    inner, shared = (
-        sizes_of(file, "feed_forward_length", len(kinds)),
-        value_of(file, "attention.shared_kv_layers", int, 0),
-    )
+    inner = sizes_of(file, "feed_forward_length", len(kinds))
+    shared = value_of(file, "attention.shared_kv_layers", int, 0)
     doubled = len(set(inner)) > 1
     if (
         len(set(kv_heads[full])) > 1
@@ -66,7 +64,6 @@ def _gemma4(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     size = needed_size(file, "attention.key_length_swa")
     if size_of(file, "attention.value_length_swa") not in (None, size):
         raise ValueError(f"{file.path} has values of another size than keys: {ELSE}")
-    experts = size_of(file, "expert_count")
     values = {
         "layer_types": kinds,
         "sliding_window": needed_size(file, "attention.sliding_window"),
@@ -89,7 +86,7 @@ def _gemma4(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     embeddings = file.tensors.get("per_layer_token_embd.weight")
     if embeddings is not None:
         values["vocab_size_per_layer_input"] = embeddings.shape[0]
-    if experts is not None:
+    if (experts := size_of(file, "expert_count")) is not None:
         values |= {
             "enable_moe_block": True,
             "num_experts": experts,

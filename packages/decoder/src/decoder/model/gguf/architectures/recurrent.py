@@ -65,11 +65,15 @@ _OUTSIDE_OF_LFM2 = OUTSIDE | {"token_embd_norm": "model.embedding_norm"}
 _HYBRID = ATTENTION | HEAD_NORMS | {"post_attention_norm": "post_attention_layernorm"}
 
 
+def _has_any(file: GgufFile, name: str) -> bool:
+    return any(tensor.endswith(f".{name}") for tensor in file.tensors)
+
+
 def _lfm2(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return {
         "num_key_value_heads": size_of(file, "attention.head_count_kv", some_layers=True),
         "conv_L_cache": needed_size(file, "shortconv.l_cache"),
-        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in file.tensors),
+        "conv_bias": _has_any(file, "shortconv.conv.bias"),
         # The size is in the file as it is in the model.
         "block_auto_adjust_ff_dim": False,
         "layer_types": _layer_types(file, "shortconv.conv.weight", "conv"),
@@ -84,7 +88,7 @@ def _lfm2moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "num_experts_per_tok": needed_size(file, "expert_used_count"),
         "moe_intermediate_size": needed_size(file, "expert_feed_forward_length"),
         "num_dense_layers": value_of(file, "leading_dense_block_count", int, 0),
-        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in file.tensors),
+        "use_expert_bias": _has_any(file, "exp_probs_b.bias"),
     }
 
 
@@ -103,25 +107,18 @@ def _mamba(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _has_any(file: GgufFile, name: str) -> bool:
-    return any(tensor.endswith(f".{name}") for tensor in file.tensors)
-
-
 def _granite_hybrid(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
-    mixers, hidden = _mamba(file), needed_size(file, "embedding_length")
-    experts = value_of(file, "expert_count", int, 0)
-    told = value_of(file, "rope.scaling.finetuned", bool, True)
     return {
-        **mixers,
+        **_mamba(file),
         **granite_scales(file),
-        "mamba_expand": needed_size(file, "ssm.inner_size") // hidden,
+        "mamba_expand": needed_size(file, "ssm.inner_size") // needed_size(file, "embedding_length"),
         "num_key_value_heads": size_of(file, "attention.head_count_kv", some_layers=True),
-        "layer_types": ["mamba" if kind == "mamba" else "attention" for kind in _layer_types(file, "ssm_a", "mamba")],
+        "layer_types": _layer_types(file, "ssm_a", "mamba", others="attention"),
         "shared_intermediate_size": needed_size(file, "expert_shared_feed_forward_length"),
-        "num_local_experts": experts,
+        "num_local_experts": value_of(file, "expert_count", int, 0),
         "num_experts_per_tok": value_of(file, "expert_used_count", int, 0),
         # As llama.cpp has it, what is "finetuned" has rotary embeddings.
-        "position_embedding_type": "rope" if told else None,
+        "position_embedding_type": "rope" if value_of(file, "rope.scaling.finetuned", bool, True) else None,
     }
 
 
@@ -148,7 +145,7 @@ def _delta_rule(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "linear_num_value_heads": heads,
         "linear_value_head_dim": needed_size(file, "ssm.inner_size") // heads,
         "layer_types": _layer_types(file, "ssm_a", "linear_attention"),
-        "attention_bias": any(name.endswith("attn_q.bias") for name in file.tensors),
+        "attention_bias": _has_any(file, "attn_q.bias"),
     }
     sections = value_of(file, "rope.dimension_sections", np.ndarray)
     if sections is not None:
@@ -157,14 +154,14 @@ def _delta_rule(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return values | (experts(file, architecture) if "ffn_gate_inp" in architecture.names else {})
 
 
-def _layer_types(file: GgufFile, name: str, kind: str) -> list[str]:
+def _layer_types(file: GgufFile, name: str, kind: str, others: str = "full_attention") -> list[str]:
     """The layers that have a tensor of this name are of a ``kind`` of their own."""
     count = needed_size(file, "block_count") - (size_of(file, "nextn_predict_layers") or 0)
     found = [f"blk.{i}.{name}" in file.tensors for i in range(count)]
     told = value_of(file, key := "attention.recurrent_layers", np.ndarray)
     if told is not None and told[:count].tolist() != found:
         raise ValueError(f"{file.path} has other recurrent layers than its {file.architecture}.{key} says: {ELSE}")
-    return [kind if own else "full_attention" for own in found]
+    return [kind if own else others for own in found]
 
 
 RECURRENT = {
