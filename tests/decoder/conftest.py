@@ -21,6 +21,7 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.eagle3.config import Eagle3Config
 from decoder.eagle3.draft_model import Eagle3DraftModel
 from decoder.model import target
+from decoder.model.options import layer_configs
 from decoder.sequence import Sequence
 
 from ..tiny import SIZES
@@ -55,12 +56,13 @@ def random_heads(model, num_heads=3, kind="chained", seed=1):
 def new_heads(config, levels):
     """An EAGLE-3 draft model of the shape of a model's layer, with the draft vocabulary of every second token."""
     inner = config.intermediate_size  # some have a size for each layer
+    first = layer_configs(config)[0]
     shape = Eagle3Config(
         target_hidden_size=config.hidden_size,
         hidden_size=config.hidden_size,
         intermediate_size=inner if isinstance(inner, int) else inner[0],
         attention_heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=first.num_key_value_heads,
         head_dim=config.hidden_size // config.num_attention_heads,
         vocab_size=config.vocab_size,
         target_layers=None,
