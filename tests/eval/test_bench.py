@@ -419,6 +419,14 @@ def test_wrong_input_is_one_sentence(data, tmp_path, arguments, culprit):
     assert not (tmp_path / "out").exists()
 
 
+def test_of_the_usual_lengths_those_that_the_model_has_no_positions_for_are_left_out(data, tmp_path, monkeypatch):
+    """A model of 32,768 positions has none for passes over as many tokens, and nobody has asked for these."""
+    monkeypatch.setattr(bench.defaults, "BENCH_LENGTHS", (50, 600))
+    result = run(data, tmp_path, "ar", "--lengths", "50,600")
+    assert result.exit_code == 0 and "no passes over 600 tokens" in result.output, result.output
+    assert load(tmp_path)["settings"]["lengths"] == [50]
+
+
 def test_what_cannot_end_well_is_told_before_anything_is_measured(data, tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("this was to be refused")

@@ -39,7 +39,7 @@ class Bench(Asked):
         sanitize_control_tokens, options: as in `compare.Experiment`.
         prompt_tokens: of the first prompt, from which the generations go on.
         new_tokens: of each generation.
-        lengths: tokens of text over which passes are timed.
+        lengths: tokens of text over which passes are timed; of the usual ones those that the model has positions for.
         widths: nodes of the verifications timed.
         repeats: rounds; figures are their medians.
         seed: of the noise, and of random weights and prompt.
@@ -89,7 +89,7 @@ class Bench(Asked):
         else:
             sanitize = self.sanitize_control_tokens
             prompt = read_prompts(prompts, loaded[None].tokenizer, self.prompt_tokens, 1, sanitize)[0]
-        lengths = sorted(set(self.lengths))
+        lengths = sorted(set(_usual_that_fit(loaded[None], self.lengths, say)))
         widths = sorted({1, *self.widths, *(assumption.nodes for assumption in assumptions.values())})
         _refuse_too_long(loaded[None], prompt, self.new_tokens, lengths, widths)
         made = Measurement(
@@ -185,6 +185,23 @@ def save(results: dict, folder: Path) -> list[Path]:
     return [folder / RESULTS, folder / PLOT]
 
 
+def _most_tokens(dec: "decoder.Decoder") -> int:
+    """Of a text over which passes are timed."""
+    leading = measurement.LEADING_STEPS[dec.target.device.type]
+    return dec.model.config.max_position_embeddings - measurement.AR_TOKENS - leading
+
+
+def _usual_that_fit(dec: "decoder.Decoder", lengths: Sequence[int], say: Say) -> Sequence[int]:
+    """Without the longest of the usual lengths, where the model has too few positions for them and some are left."""
+    most = _most_tokens(dec)
+    fitting = [length for length in lengths if length <= most]
+    if tuple(lengths) != defaults.BENCH_LENGTHS or not fitting or len(fitting) == len(lengths):
+        return lengths
+    left_out = ", ".join(f"{length:,}" for length in lengths if length > most)
+    say(f"no passes over {left_out} tokens: this model takes --lengths of at most {most:,}.")
+    return fitting
+
+
 def _refuse_too_long(
     dec: "decoder.Decoder", prompt: Prompt, new_tokens: int, lengths: Sequence[int], widths: Sequence[int]
 ) -> None:
@@ -195,10 +212,10 @@ def _refuse_too_long(
             f"the prompt {prompt.name!r} ({len(prompt.token_ids):,} tokens) and {new_tokens + leading:,} new tokens "
             f"are beyond the model's {limit:,} positions"
         )
-    further = measurement.AR_TOKENS + leading
-    if lengths[-1] + further > limit:
+    further, most = measurement.AR_TOKENS + leading, _most_tokens(dec)
+    if lengths[-1] > most:
         raise ValueError(
-            f"lengths must be at most {limit - further:,}, not {lengths[-1]:,}: the model has {limit:,} positions "
+            f"lengths must be at most {most:,}, not {lengths[-1]:,}: the model has {limit:,} positions "
             f"and {further} more tokens are generated"
         )
     # Two caches of the longest text, one to generate in and one to verify over, and a draft cache no longer than it;
