@@ -126,26 +126,28 @@ def test_caches_are_as_large_as_the_decoders_own(held, bitwise):
     assert seen == {"full": made.full_cache + made.tree - made.nodes**2, "draft": made.draft_cache}
 
 
-def test_windows_take_no_more_however_long_the_text():
-    config = AutoConfig.for_model(
-        "gemma3_text", vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=100, max_position_embeddings=10**5,
-    )  # fmt: skip
+SMALL = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=8)
+WINDOWS = {
+    "gemma3_text": dict(num_hidden_layers=6, num_key_value_heads=2, sliding_window=100),
+    "gemma4_text": dict(
+        num_hidden_layers=2, num_key_value_heads=2, global_head_dim=16, num_global_key_value_heads=1,
+        attention_k_eq_v=True, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0,
+        vocab_size_per_layer_input=48, sliding_window=100,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_windows_take_no_more_however_long_the_text(family):
+    """Gemma 4's layers with windows have other heads than those that attend to the whole text."""
+    config = AutoConfig.for_model(family, max_position_embeddings=10**5, **SMALL, **WINDOWS[family])
     model = AutoModelForCausalLM.from_config(config).eval()
     shape, target = ModelShape.of(model), decoder.Decoder(model).target
     for tokens in (50, 5000, 50_000):
         assert shape.cache_bytes(tokens) == target.kv_bytes * tokens + target.beside_bytes(tokens)
     assert shape.cache_bytes(50_000) < shape.cache_bytes(5000) + 45_000 * target.kv_bytes + 1
-
-
-def test_heads_are_those_of_layers_that_attend_to_the_whole_text_where_they_differ():
-    config = AutoConfig.for_model(
-        "gemma4_text", vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True,
-        layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0, vocab_size_per_layer_input=48,
-    )  # fmt: skip
-    shape = ModelShape.of(AutoModelForCausalLM.from_config(config))
-    assert (shape.kv_heads, shape.head_dim) == (1, 16)
+    if family == "gemma4_text":
+        assert (shape.kv_heads, shape.head_dim) == (1, 16) and shape.windows[0][1:] == (2, 8)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """What of a model decides its bytes, read from its configuration alone or from the loaded model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -31,6 +33,14 @@ CUDA = torch.device("cuda")
 _PASS = 512  # tokens of a prompt in a pass, for which windows have room
 
 
+class Window(NamedTuple):
+    """A layer that keeps a window or a chunk of the text: so many slots of keys and values of its own heads."""
+
+    slots: int
+    kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What of a model decides its bytes.
@@ -40,9 +50,9 @@ class ModelShape:
         read_parameters: those that one pass reads: all but an input embedding of its own, of which it takes a row.
         lm_head_parameters: the language-model head's.
         layers: those that attend to the text, and so keep something of each token.
-        kv_heads, head_dim, hidden_size, vocab_size: as in the configuration.
+        kv_heads, head_dim, hidden_size, vocab_size: as in the configuration; heads of layers that attend to all.
         value_bytes: of one number.
-        windows: slots of each of the layers that keep a window or a chunk of the text.
+        windows: the layers that do not.
         shared_parameters: those of which each of several processes would hold a part.
     """
 
@@ -56,7 +66,7 @@ class ModelShape:
     vocab_size: int
     value_bytes: int
     shared_parameters: int = 0
-    windows: tuple[int, ...] = ()
+    windows: tuple[Window, ...] = ()
 
     @classmethod
     def of(cls, model, dtype: torch.dtype | None = None, rounded: str | None = None) -> "ModelShape":
@@ -79,21 +89,26 @@ class ModelShape:
         tied, head_values = head is embedding and not shorter, shorter.get(f"{head_name}.weight", values(head))
         sizes |= shorter
         parameters = sum(sizes.values())
-        heads, layer = config.num_attention_heads, layer_configs(config)[-1]  # which attends to all where they differ
-        # Of compressed keys and values: as a key and a value of half their size each.
-        latent = (getattr(config, "kv_lora_rank", None) or 0) and config.kv_lora_rank + config.qk_rope_head_dim
+        kinds, layers = layer_kinds(config), layer_configs(config)
+        if len(layers) < len(kinds):
+            layers = layers * len(kinds)
+        kv_heads, head_dim = _kept_heads(layers[-1])  # which attends to all where they differ
         return cls(
             parameters=parameters,
             read_parameters=parameters - (0 if tied else values(embedding)),
             lm_head_parameters=head_values,
-            layers=sum(kind.attends for kind in layer_kinds(config)),
-            kv_heads=1 if latent else getattr(layer, "num_key_value_heads", None) or heads,
-            head_dim=latent // 2 or getattr(layer, "head_dim", None) or config.hidden_size // heads,
+            layers=sum(kind.attends for kind in kinds),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             hidden_size=config.hidden_size,
             vocab_size=(quantised or head.shape)[0],
             value_bytes=value_bytes,
             shared_parameters=sum(sizes[name] for name in shared_parameters(sizes, model.tp_plan or {})),
-            windows=tuple(window_slots(kind, _PASS, None) for kind in layer_kinds(config) if kind.size),
+            windows=tuple(
+                Window(window_slots(kind, _PASS, None), *_kept_heads(layer))
+                for kind, layer in zip(kinds, layers, strict=True)
+                if kind.size
+            ),
         )
 
     def shared(self, size: int) -> "ModelShape":
@@ -109,6 +124,7 @@ class ModelShape:
             read_parameters=parameters - share(self.parameters - self.read_parameters),
             lm_head_parameters=share(self.lm_head_parameters),
             kv_heads=share(self.kv_heads),
+            windows=tuple(window._replace(kv_heads=share(window.kv_heads)) for window in self.windows),
             shared_parameters=share(self.shared_parameters),
         )
 
@@ -123,11 +139,12 @@ class ModelShape:
 
     def cache_bytes(self, tokens: int) -> int:
         """Keys and values of ``tokens`` positions, e.g. 2 x 32 layers x 102,400 x 8 x 128 x 2 bytes = 13.4 GB."""
-        return 2 * self._kept_tokens(tokens) * self.kv_heads * self.head_dim * self.value_bytes
+        return self._bytes(tokens, lambda size: size * self.value_bytes)
 
-    def _kept_tokens(self, tokens: int) -> int:
-        """Of so many positions those that layers keep, over all layers."""
-        return (self.layers - len(self.windows)) * tokens + sum(min(tokens, slots) for slots in self.windows)
+    def _bytes(self, tokens: int, vector: Callable[[int], int]) -> int:
+        """What all layers keep of so many positions, where a key or value of a head takes so many bytes by its size."""
+        whole = (self.layers - len(self.windows)) * tokens * self.kv_heads * vector(self.head_dim)
+        return 2 * (whole + sum(min(tokens, one.slots) * one.kv_heads * vector(one.head_dim) for one in self.windows))
 
     def full_cache(self, tokens: int, form: CacheForm, device: torch.device = CUDA) -> tuple[int, int]:
         """Bytes of a full cache of that form, on the device and in host memory."""
@@ -141,11 +158,20 @@ class ModelShape:
 
     def kept_bytes(self, tokens: int, form: CacheForm) -> int:
         """Keys and values of ``tokens`` positions as a cache of that form keeps them."""
-        return 2 * self._kept_tokens(tokens) * self.kv_heads * form.vector_bytes(self.head_dim, self.value_bytes)
+        return self._bytes(tokens, lambda size: form.vector_bytes(size, self.value_bytes))
 
     def heads_bytes(self, heads: int) -> int:
         """That many chained draft heads: one square matrix and two norms each."""
         return heads * (self.hidden_size**2 + 2 * self.hidden_size) * self.value_bytes
+
+
+def _kept_heads(layer: PreTrainedConfig) -> tuple[int, int]:
+    """The KV heads of a layer, and their size."""
+    # Of compressed keys and values: as a key and a value of half their size each.
+    if getattr(layer, "kv_lora_rank", None):
+        return 1, (layer.kv_lora_rank + layer.qk_rope_head_dim) // 2
+    heads, size = layer.num_attention_heads, getattr(layer, "head_dim", None)
+    return getattr(layer, "num_key_value_heads", None) or heads, size or layer.hidden_size // heads
 
 
 def read_shape(model: str, dtype: str = "auto", processes: int = 1) -> ModelShape:
