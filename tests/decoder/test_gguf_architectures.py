@@ -64,6 +64,19 @@ OF_GEMMA4 = {
     "rope.dimension_count_swa": 16,
     "final_logit_softcapping": 3.0,
 }
+GEMMA3N = dict(
+    head_dim=16,
+    num_hidden_layers=4,
+    tie_word_embeddings=True,
+    sliding_window=16,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=8,
+    laurel_rank=4,
+    intermediate_size=[96, 96, 64, 64],
+    activation_sparsity_pattern=[0.95, 0.9, 0.0, 0.0],
+    final_logit_softcapping=3.0,
+)
 OF_GEMMA3 = {
     "full_attention": dict(rope_type="linear", factor=8.0),
     "sliding_attention": dict(rope_type="default", rope_theta=10000.0),
@@ -259,6 +272,22 @@ KINDS = {
         | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
         {"attention.key_length": 16, "attention.sliding_window": 16}
         | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        GEMMA3N,
+        {
+            "attention.key_length": 16,
+            "attention.sliding_window": 16,
+            "attention.sliding_window_pattern": [True, False] * 2,
+            "attention.shared_kv_layers": 2,
+            "embedding_length_per_layer_input": 8,
+            "feed_forward_length": [96, 96, 64, 64],
+            "activation_sparsity_scale": [1.6448535919189453, 1.281551480293274, -np.inf, -np.inf],
+            "altup.num_inputs": 4,
+            "altup.active_idx": 0,
+            "final_logit_softcapping": 3.0,
+        },
     ),
     "gemma4": (
         "gemma4_text",
@@ -460,6 +489,14 @@ def stored(model, architecture):
             yield from of_delta_rule(name, weight, config, architecture == "qwen3next").items()
             continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if "projections." in name:
+            # Several matrices are one tensor.
+            if name.endswith(".0.weight"):
+                both = {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}
+                own = name.split(".")[1]
+                matrices = [each.weight.detach() for each in getattr(model.model, own)]
+                yield f"{both[own]}.weight", torch.stack(matrices)
             continue
         theirs = gguf_name(names, name)
         kind = theirs.split(".")[-2]
@@ -688,6 +725,43 @@ def test_a_tensor_that_the_model_does_not_use_is_refused(tmp_path):
         ValueError, match=r"has a tensor 'blk\.0\.attn_k\.bias', which models of type ernie4_5 do not use"
     ):
         check_shapes(file, AutoModelForCausalLM.from_config(read_config(file)))
+
+
+def test_shared_layers_may_have_keys_of_their_own_in_the_file_and_matrices_of_a_list_stay_in_their_format(tmp_path):
+    """As the published models of Gemma 3n have them, unused."""
+    model_type, more, keys = KINDS["gemma3n"]
+    model = random_model(model_type, more | dict(num_hidden_layers=4))
+    further = {f"blk.{layer}.attn_{part}.weight": np.ones((32, 64)) for layer in (2, 3) for part in "kv"}
+    further |= {f"blk.{layer}.attn_k_norm.weight": np.ones(16) for layer in (2, 3)}
+    written(tmp_path / "a.gguf", model, "gemma3n", keys, further, gguf.GGMLQuantizationType.Q8_0)
+    plain = decoder.load(tmp_path / "a.gguf", dtype="float32").model
+    given = dict(model.named_parameters())
+    assert max((weight - given[name]).abs().max() for name, weight in plain.named_parameters()) < 0.01
+    if native.available():
+        kept = decoder.load(tmp_path / "a.gguf")
+        for name in ("altup_projections.1", "altup_unembed_projections.2", "layers.0.self_attn.q_proj"):
+            module = kept.model.get_submodule(f"model.{name}")
+            assert isinstance(module, QuantisedLinear)
+            expected = plain.get_submodule(f"model.{name}").weight
+            assert torch.equal(module.rows(torch.arange(module.out_features)), expected)
+        prompt = list(range(5, 45))
+        options = dict(max_new_tokens=30, sampling=decoder.SamplingParams(seed=2), ignore_eos=True)
+        out = kept.generate(prompt, method="prompt-lookup", **options)
+        assert out.token_ids == kept.generate(prompt, method="ar", **options).token_ids
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"activation_sparsity_scale": [1.5] * 3}, r"activation_sparsity_scale that is no list of 4 numbers"),
+        ({"activation_sparsity_scale": [1.5, np.inf, 0.0, 0.0]}, r"says that its .*activation_sparsity_scale is inf"),
+    ],
+)
+def test_a_share_of_activations_that_cannot_be_is_named(tmp_path, given, words):
+    model_type, more, keys = KINDS["gemma3n"]
+    written(tmp_path / "a.gguf", random_model(model_type, more), "gemma3n", keys | given)
+    with pytest.raises(ValueError, match=words):
+        read_config(open_gguf(tmp_path / "a.gguf"))
 
 
 def test_layers_that_predict_further_tokens_are_left_out_and_matrices_stay_in_their_format(tmp_path):

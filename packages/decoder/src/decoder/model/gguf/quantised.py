@@ -140,7 +140,9 @@ def _matrix(file: GgufFile, source: Source, kind: WeightFormat) -> QuantisedMatr
     blocks = file.tensors[first].blocks
     if others:
         blocks = np.concatenate([file.tensors[name].blocks for name in source.tensors])
-    as_it_is = source.rows is None and source.columns is None and not others
+    if source.part is not None:
+        blocks = blocks.reshape(file.tensors[first].shape[0], -1, blocks.shape[-1])[source.part]
+    as_it_is = source.rows is None and source.columns is None and source.part is None and not others
     matrix = file.packed(first) if as_it_is else None
     if source.rows is not None:
         blocks = blocks[source.rows(len(blocks))]

@@ -30,6 +30,7 @@ class Source(NamedTuple):
         flat: whether the model has one axis alone.
         join: what makes it of its tensors, if they are not joined along their rows.
         wide: whether it is float32 in models of any dtype.
+        part: which of the matrices of its one tensor it is, where there are several one behind the other.
     """
 
     tensors: tuple[str, ...]
@@ -42,6 +43,7 @@ class Source(NamedTuple):
     flat: bool = False
     join: Callable[[list[torch.Tensor]], torch.Tensor] | None = None
     wide: bool = False
+    part: int | None = None
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """That of the parameter, of those of its tensors.
@@ -50,6 +52,8 @@ class Source(NamedTuple):
             ValueError, RuntimeError, IndexError: they cannot be joined.
         """
         first = shapes[0]
+        if self.part is not None:
+            return first[1:]
         if self.flat:
             return (math.prod(first),)
         if self.join is not None:

@@ -21,6 +21,12 @@ def sources(file: GgufFile, config: PreTrainedConfig) -> dict[str, Source]:
         number, own = (None, name) if layer is None else layer.groups()
         if own in _OF_ROTARY or (number is not None and int(number) >= config.num_hidden_layers):
             continue
+        if number is not None and architecture.unused(config, int(number), own):
+            continue
+        if number is None and own in architecture.lists:
+            for part in range(file.tensors[name].shape[0]):
+                found[f"{architecture.lists[own]}.{part}.weight"] = Source((name,), part=part)
+            continue
         ours = architecture.parameter(number, own)
         if ours is None:
             raise ValueError(f"{file.path} has a tensor {named(name)}, unknown in {file.architecture} models: {ELSE}")
@@ -95,6 +101,8 @@ def parameter(file: GgufFile, source: Source, dtype: torch.dtype) -> torch.Tenso
         except FloatingPointError as error:
             raise ValueError(f"{file.path} holds values in {name} that are no numbers: {FETCH}, or {ELSE}") from error
         file.release(name)
+    if source.part is not None:
+        return parts[0][source.part].clone()
     axis = source.row_axis(parts[0].shape)
     if source.join is not None:
         return source.join(parts).contiguous()

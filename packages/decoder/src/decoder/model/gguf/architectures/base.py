@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from decoder.model.gguf import sources
 from decoder.model.gguf.file import GgufFile
 from decoder.model.gguf.rotary import rotary_of
@@ -36,6 +38,8 @@ class Architecture:
         change: how parameters differ from tensors.
         rotary: the rotary parameters, of the size of heads.
         by_layer: sizes that may be lists by layer, which ``extra`` reads.
+        lists: names of tensors outside of layers that hold several matrices -> the list of these in the model.
+        unused: whether a layer of a configuration has no use for a tensor of this name, which files may have.
     """
 
     model_type: str
@@ -47,6 +51,8 @@ class Architecture:
     change: Change = sources.unchanged
     rotary: Callable[[GgufFile, int | None], dict[str, Any]] = rotary_of
     by_layer: tuple[str, ...] = ()
+    lists: dict[str, str] = field(default_factory=dict)
+    unused: Callable[[PreTrainedConfig, int, str], bool] = lambda config, layer, name: False
 
     def parameter(self, layer: str | None, name: str) -> str | None:
         """The name of the parameter of a tensor, whose name is without that of its ``layer``; None if unknown."""

@@ -1,9 +1,12 @@
 """Gemma's architectures: windows, norms on both sides, sizes that differ between layers."""
 
+import math
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import PreTrainedConfig
 
 from decoder.model.gguf import sources
 from decoder.model.gguf.architectures.base import ATTENTION, GATED, HEAD_NORMS, OUTSIDE, Architecture
@@ -45,6 +48,60 @@ def _gemma3(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         "query_pre_attn_scalar": _scaled_like_heads(file, 62),
         "final_logit_softcapping": value_of(file, "final_logit_softcapping", float) or None,
     }
+
+
+def _gemma3n(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    """All but each fifth layer have windows, and the last ones share keys and values of others."""
+    layers = needed_size(file, "block_count")
+    left = file.tensors.get("blk.0.laurel_l.weight")
+    embeddings = file.tensors.get("per_layer_token_embd.weight")
+    return {
+        "layer_types": window_layers(file, 5),
+        "sliding_window": needed_size(file, "attention.sliding_window"),
+        "intermediate_size": sizes_of(file, "feed_forward_length", layers),
+        # As in llama.cpp, whose models of this kind have twenty layers with keys of their own.
+        "num_kv_shared_layers": value_of(file, "attention.shared_kv_layers", int, max(0, layers - 20)),
+        "hidden_size_per_layer_input": value_of(file, "embedding_length_per_layer_input", int),
+        "vocab_size_per_layer_input": None if embeddings is None else embeddings.shape[0],
+        "altup_num_inputs": value_of(file, "altup.num_inputs", int),
+        "altup_active_idx": value_of(file, "altup.active_idx", int),
+        "laurel_rank": None if left is None else left.shape[0],
+        "activation_sparsity_pattern": _sparsity(file, layers),
+        "final_logit_softcapping": value_of(file, "final_logit_softcapping", float, 30.0),
+    }
+
+
+def _sparsity(file: GgufFile, layers: int) -> list[float] | None:
+    """The share of activations that each layer sets to zero; None if the file does not say.
+
+    The file has how many deviations above their mean the least is that stays; -inf where all stay.
+    """
+    key = f"{file.architecture}.activation_sparsity_scale"
+    multiples = file.metadata.get(key)
+    file.looked_at.add(key)
+    if multiples is None:
+        return None
+    if not isinstance(multiples, np.ndarray) or multiples.dtype.kind != "f" or len(multiples) != layers:
+        raise ValueError(f"{file.path} has a {key} that is no list of {layers} numbers: {ELSE}")
+    if not (multiples < np.inf).all():
+        raise ValueError(f"{file.path} says that its {key} is {multiples.max()}: {ELSE}")
+    return [_share_below(float(multiple)) for multiple in multiples]
+
+
+def _share_below(multiple: float) -> float:
+    """The share of a normal distribution below so many deviations, as the number whose multiple this is in float32."""
+    share = 0.5 * (1 + math.erf(multiple / math.sqrt(2)))
+    for digits in range(1, 7):
+        shorter = round(share, digits)
+        if torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(shorter)).item() == multiple:
+            return shorter
+    return share
+
+
+def _shares_keys(config: PreTrainedConfig, layer: int, name: str) -> bool:
+    """Layers that look at keys and values of others may have matrices of their own in the file all the same."""
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    return layer >= first and name.startswith(("attn_k", "attn_v"))
 
 
 def _gemma4(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
@@ -117,6 +174,17 @@ def _gemma4_rotary(file: GgufFile, head_size: int | None) -> dict[str, Any]:
     return {"full_attention": part, "sliding_attention": local}
 
 
+_PER_LAYER = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_OUTSIDE_PER_LAYER = OUTSIDE | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+
 GEMMA = {
     "gemma": Architecture("gemma", ATTENTION | GATED, change=sources.norms_around_one),
     "gemma2": Architecture("gemma2", _LAYER, _gemma2, change=sources.norms_around_one),
@@ -127,15 +195,38 @@ GEMMA = {
         change=sources.norms_around_one,
         rotary=partial(rotary_by_layer, local=10000.0),
     ),
+    "gemma3n": Architecture(
+        "gemma3n_text",
+        _LAYER
+        | HEAD_NORMS
+        | _PER_LAYER
+        | {
+            "altup_correct_coef": "altup.correction_coefs",
+            "altup_correct_scale.weight": "altup.correct_output_scale",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        _gemma3n,
+        outside=_OUTSIDE_PER_LAYER,
+        rotary=partial(rotary_by_layer, local=10000.0),
+        by_layer=("feed_forward_length",),
+        lists={
+            "altup_proj.weight": "model.altup_projections",
+            "altup_unembd_proj.weight": "model.altup_unembed_projections",
+        },
+        unused=_shares_keys,
+    ),
     "gemma4": Architecture(
         "gemma4_text",
         _LAYER
         | HEAD_NORMS
+        | _PER_LAYER
         | {
             "layer_output_scale.weight": "layer_scalar",
-            "inp_gate": "per_layer_input_gate",
-            "proj": "per_layer_projection",
-            "post_norm": "post_per_layer_input_norm",
             "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -148,14 +239,10 @@ GEMMA = {
             "ffn_down_exps.weight": "experts.down_proj",
         },
         _gemma4,
-        outside=OUTSIDE
-        | {
-            "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
-        },
+        outside=_OUTSIDE_PER_LAYER,
         rotary=_gemma4_rotary,
         by_layer=("attention.head_count_kv", "feed_forward_length"),
+        unused=_shares_keys,
     ),
 }
 """By llama.cpp's names."""
