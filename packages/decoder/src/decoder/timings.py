@@ -18,7 +18,7 @@ STAGES = {
     "verify": "a pass of the model over trees and full caches",
     "accept": "the tree's nodes get their tokens, and a path is found",
     "commit": "the path enters text, cache and drafter",
-    "draft": "other passes: over a draft cache, of heads, of embeddings, of the language-model head for drafts",
+    "draft": "other passes: over a draft cache, of heads, of embeddings, of the language-model head (also in verify)",
     "scoring": "penalty, filters and noise on drafts",
     "sampling": "the same on verified nodes, and the choice of their tokens",
 }

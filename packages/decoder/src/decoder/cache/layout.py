@@ -8,9 +8,10 @@ import torch
 
 
 class Reach(NamedTuple):
-    """How far tokens see: to ``back`` tokens before the last multiple of ``step`` that is not behind them.
+    """How far tokens see: from ``back`` tokens before their own position, rounded down to a multiple of ``step``.
 
-    A step of 0 stands for the whole sequence.
+    A window of 4 is a step of 1 and 3 back, a chunk of 4 a step of 4 and 0 back. A step of 0 stands for the whole
+    sequence.
     """
 
     step: int
@@ -29,9 +30,7 @@ class LayerKind(NamedTuple):
     """What tokens see in a layer.
 
     Attributes:
-        name: "full", all tokens before them; "window", as many as ``size`` with themselves; "chunk", those in the same
-            of the pieces of ``size`` tokens that the sequence is cut into; "recurrent", the state behind the token
-            before alone; "none", nothing.
+        name: one of `ATTENDING`; "recurrent", the state behind the token before alone; "none", nothing.
         size: in tokens; 0 for the others.
     """
 

@@ -1,7 +1,7 @@
 """The backend of CPUs: passes by the native library, whose bits for a token follow from its sequence alone.
 
-Models of the Llama family are run as a whole. Of others transformers' modules run, with linear layers, norms,
-activations and attention that give a row the same bits wherever it stands.
+Models of the families in `families.py` are run as a whole. Of others transformers' modules run, with linear layers,
+norms, activations and attention that give a row the same bits wherever it stands.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from decoder.backends.native.activations import activations
 from decoder.backends.native.experts import packing_experts
 from decoder.backends.native.families import parts_of
 from decoder.backends.native.levels import NativeLevels, native_levels
-from decoder.backends.native.llama import runs_as_a_whole
+from decoder.backends.native.eligible import runs_as_a_whole
 from decoder.backends.native.native_attention import NewTokens
 from decoder.backends.native.packed_linear import Packed, joined, packed_by, packing
 from decoder.backends.native.quantised import QuantisedEmbedding

@@ -1,4 +1,4 @@
-"""A decoder layer of the Llama family in the native library: what it reads of it, and two calls around attention."""
+"""A layer of a model that runs as a whole in the native library: what is read of it, and two calls around attention."""
 
 from collections.abc import Mapping
 from ctypes import byref, c_int64, pointer

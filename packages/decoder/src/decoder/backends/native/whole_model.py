@@ -1,4 +1,4 @@
-"""A pass through a model of the Llama family by the native library: from token ids to hidden states.
+"""A pass through a model of one of `families.py` by the native library: from token ids to hidden states.
 
 All layers are one call, which also writes the caches; in a step of SmolLM2-135M the calls that layers make one by one
 took a fifth of the time. Embedding, norm and head are the model's own modules.
@@ -17,7 +17,7 @@ from decoder.backends.memory import floats
 from decoder.backends.native import library as native
 from decoder.backends.native.angles import Angles, AngleTable
 from decoder.backends.native.families import parts_of
-from decoder.backends.native.llama import turned_by
+from decoder.backends.native.eligible import turned_by
 from decoder.backends.native.native_attention import NewTokens, native_attention, settings
 from decoder.backends.native.native_layer import NativeLayer, NativeScratch
 from decoder.backends.native.packed_linear import joined

@@ -1,4 +1,7 @@
-"""The backend that runs everywhere: every dtype, every device; slow, and right up to rounding."""
+"""The backend that runs everywhere: every dtype, every device; slow, and right up to rounding.
+
+Only weights that the native library keeps in a file's format are restored by that library.
+"""
 
 from functools import partial
 from typing import TYPE_CHECKING

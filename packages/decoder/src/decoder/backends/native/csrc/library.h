@@ -130,7 +130,7 @@ typedef struct {
 // One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its tokens from
 // position `first` to `length`; distances are in numbers. A quantised cache holds codes of one byte, from -127 to 127, and
 // for each key and value in a slot a scale, float32 or bfloat16 as the pass is, by which its codes are
-// multiplied; `dim` is then a multiple of four.
+// multiplied; `dim` is then a multiple of four. `run_layers` writes those of the new tokens, `attend` finds them there.
 typedef struct {
     const void *keys, *values;
     int64_t key_layer, key_head, key_slot, value_layer, value_head, value_slot;
@@ -158,9 +158,9 @@ typedef struct {
     int64_t first, last; // of the model's layers, those to run
     int64_t rows;        // tokens of all texts
     void *states;        // [rows, size], which the layers change
-    void *heads;         // [rows, heads + 2 kv_heads, dim] of one layer, `heads_layer` numbers behind those of the last
+    void *heads; // [rows, heads + 2 kv_heads + .., dim] of one layer, `heads_layer` numbers behind those of the last
     int64_t heads_layer;
-    const float *const *cosines, *const *sines; // by kind of layer [rows, dim]
+    const float *const *cosines, *const *sines; // by kind of layer [rows, rotary_dim]
     float *scratch;
     int64_t kinds;                  // whose angles, and whose keys and values, are their own
     const RecurrentState *memories; // by text; NULL where no layer has a mixer
@@ -262,7 +262,7 @@ typedef struct {
 //                   token and for any token, to `sizes`.
 // attend            returns 0, or 1 where there was no memory.
 // run_layers        `a` describes by kind the texts of its first layer. Returns 0, or 1 where there was no memory.
-// sample_candidates        the tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores
+// sample_candidates the tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores
 //                   before noise: those whose approximate noise does not rule them out, or without noise the first of the
 //                   best. Returns how many, or -1 where there are more than `room`, or the logits hold what is no number
 //                   or too large.

@@ -1,4 +1,5 @@
-// Quantised weight formats of GGUF files: how their blocks are laid out for products, and the products.
+// Quantised weight formats of GGUF files: how their blocks are laid out for products, which `quantised.c` makes by the
+// `tiles.c` of an instruction set.
 //
 // A row of the table below says all that is to know of a format. Weights keep their codes and scales; what changes is
 // where these stand: the codes of SIDE outputs lie interleaved, in the order in which integer products read them. The
