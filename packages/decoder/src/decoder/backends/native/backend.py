@@ -20,10 +20,10 @@ from decoder.backends.modules import ModulePass, cache_of, ids_of, one_sequence_
 from decoder.backends.native import library as native
 from decoder.backends.native import native_attention
 from decoder.backends.native.activations import activations
+from decoder.backends.native.eligible import runs_as_a_whole
 from decoder.backends.native.experts import packing_experts
 from decoder.backends.native.families import parts_of
 from decoder.backends.native.levels import NativeLevels, native_levels
-from decoder.backends.native.eligible import runs_as_a_whole
 from decoder.backends.native.native_attention import NewTokens
 from decoder.backends.native.packed_linear import Packed, joined, packed_by, packing
 from decoder.backends.native.quantised import QuantisedEmbedding

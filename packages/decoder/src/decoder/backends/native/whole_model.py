@@ -16,8 +16,8 @@ from decoder.backends.attention import Scores
 from decoder.backends.memory import floats
 from decoder.backends.native import library as native
 from decoder.backends.native.angles import Angles, AngleTable
-from decoder.backends.native.families import parts_of
 from decoder.backends.native.eligible import turned_by
+from decoder.backends.native.families import parts_of
 from decoder.backends.native.native_attention import NewTokens, native_attention, settings
 from decoder.backends.native.native_layer import NativeLayer, NativeScratch
 from decoder.backends.native.packed_linear import joined
