@@ -81,7 +81,8 @@ def load(
             package's, and for models on a CPU that are loaded from a folder or file without ``model_kwargs``; all
             others are always tested.
         yarn: by which factor the length that the model, and the draft model, was trained for is stretched with YaRN
-            (arXiv:2309.00071), where its rotary embeddings are not scaled already. All logits change.
+            (arXiv:2309.00071), where its rotary embeddings are not scaled already. All logits change. A model with
+            LongRoPE's factors takes those for long texts instead, and without this those for texts up to that length.
         **model_kwargs: passed to ``AutoModelForCausalLM.from_pretrained``. Arguments for the hub among them are also
             used for the tokenizer, the heads and the draft model, except ``revision``, which applies to the model and
             its tokenizer alone.

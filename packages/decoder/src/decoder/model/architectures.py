@@ -24,9 +24,10 @@ from decoder.model.options import (
     refuse_unknown_options,
     rotary_kinds,
 )
+from decoder.model.yarn import LONGROPE, changes_with_length
 
 # Rotary scalings that transformers recomputes when the text becomes longer than some limit.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", LONGROPE)
 _ROTATING, _PART = "compute_default_rope_parameters", "partial_rotary_factor"
 # By transformers' name of a layer, the name of its `LayerKind`, and what the configuration calls its size.
 _ATTENTION = {
@@ -69,9 +70,10 @@ def refuse_unsupported(config: PreTrainedConfig, model_class: type[PreTrainedMod
     if both_ways or not getattr(config, "is_causal", True):
         raise ValueError(f"{name} is configured to attend in both directions; only causal attention can be accelerated")
     for kind in rotary_kinds(config):
-        if kind in _LENGTH_DEPENDENT_ROPE:
+        if kind in _LENGTH_DEPENDENT_ROPE and (kind != LONGROPE or changes_with_length(config)):
             reason = "which changes with the length of the text, so that cached keys would go stale"
-            raise ValueError(f"{name} uses {kind} rotary scaling, {reason}")
+            instead = ": load it by decoder.load, which takes one set of factors" if kind == LONGROPE else ""
+            raise ValueError(f"{name} uses {kind} rotary scaling, {reason}{instead}")
     if model_class is not None:
         _refuse_class(config, model_class)
         refuse_passed_over(config, model_class)

@@ -32,7 +32,7 @@ from decoder.model.gguf.weights import state_dict as gguf_weights
 from decoder.model.mxfp4 import has_mxfp4, keeps_mxfp4, read_mxfp4
 from decoder.model.options import passed_over, refuse_written
 from decoder.model.wrapped import language_config, reading_alone
-from decoder.model.yarn import stretch
+from decoder.model.yarn import stretch, take_one_set
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ def read_config(source: str | os.PathLike, yarn: float | None = None, **from_hub
     else:
         config = language_config(_own_config(source, **from_hub))
     with _usable(source):
+        take_one_set(config, yarn)
         refuse_unsupported(config)
         stretch(config, yarn)
     if words := passed_over(config):
@@ -166,10 +167,13 @@ def read_model(
             # transformers would do so anyway, once it has looked for packages that it needs on other devices.
             config.quantization_config |= {"dequantize": True}
             own = {"config": config}
-        if yarn is not None:
-            own = {"config": own.get("config", config)}
-            with _usable(source):
-                stretch(own["config"], yarn)
+        longer = own.get("config", config)
+        before = getattr(longer, "rope_parameters", None)
+        with _usable(source):
+            take_one_set(longer, yarn)
+            stretch(longer, yarn)
+        if getattr(longer, "rope_parameters", None) is not before:
+            own = {"config": longer}
         kwargs = {"adapter_kwargs": adapter, **_NO_CODE, **own, **kwargs}
         with _readable("model", source), _without_report():
             model, found = AutoModelForCausalLM.from_pretrained(source, **kwargs)

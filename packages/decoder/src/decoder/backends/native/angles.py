@@ -43,18 +43,21 @@ class AngleTable:
         if is_changed(self._rotary):  # something of the user's wants to be called
             found = self._computed(positions)
             return found if self._types else found * self._kinds
-        # Its frequencies, and the factors of the angles: what the user changes takes effect with the next pass.
-        made_of: list[object] = [one for one in vars(self._rotary).values() if isinstance(one, float)]
-        made_of += [(id(one), 0 if one.is_inference() else one._version) for one in self._rotary.buffers()]
-        if made_of != self._made_of:
-            self._made_of, self._rows = made_of, []
+        if self._state() != self._made_of:
+            self._rows = []
         has, needed = len(self._rows[0].cosines) if self._rows else 0, int(positions.max()) + 1
         if needed > has:
             more = self._computed(torch.arange(has, max(_FIRST, needed, 2 * has), device="cpu"))
             pairs = zip(self._rows, more, strict=True) if self._rows else ()
             self._rows = [Angles(*map(torch.cat, zip(*both, strict=True))) for both in pairs] or more
+            self._made_of = self._state()  # LongRoPE's module writes its frequencies whenever it is called
         found = [Angles(*(one.index_select(0, positions) for one in rows)) for rows in self._rows]
         return found if self._types else found * self._kinds
+
+    def _state(self) -> list[object]:
+        """The frequencies, and the factors of the angles: what the user changes takes effect with the next pass."""
+        made_of: list[object] = [one for one in vars(self._rotary).values() if isinstance(one, float)]
+        return made_of + [(id(one), 0 if one.is_inference() else one._version) for one in self._rotary.buffers()]
 
     def _computed(self, positions: torch.Tensor) -> list[Angles]:
         states = torch.empty(1, 1, 1, dtype=self._dtype, device="cpu")

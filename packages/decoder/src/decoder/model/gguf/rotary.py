@@ -7,7 +7,8 @@ import numpy as np
 from decoder.model.gguf.file import ELSE, GgufFile
 from decoder.model.gguf.keys import needed_size, value_of
 
-OF_ROTARY = ("rope_freqs.weight",)
+_BY_LENGTH = ("rope_factors_short.weight", "rope_factors_long.weight")
+OF_ROTARY = ("rope_freqs.weight", *_BY_LENGTH)
 """Tensors that make rotary angles, and no parameters."""
 
 _SCALING = "rope.scaling."
@@ -34,6 +35,9 @@ def rotary_of(file: GgufFile, head_size: int | None, others: tuple[str, ...] = (
     scaled = {key for key in file.metadata if key.startswith(f"{file.architecture}.{_SCALING}")}
     scaling = value_of(file, f"{_SCALING}type", str, "none")
     factor = value_of(file, f"{_SCALING}factor", float, 1.0) * value_of(file, "rope.scale_linear", float, 1.0)
+    if not stray and all(name in file.tensors for name in _BY_LENGTH) and scaling in ("none", "longrope"):
+        return rotary | _as_longrope(file, turned or head_size or 0)
+    stray += [name for name in _BY_LENGTH if name in file.tensors]
     if scaling == "yarn" and not stray:
         return rotary | _as_yarn(file, scaled, others)
     if scaling == "linear" and factor and not stray and OF_ROTARY[0] not in file.tensors:
@@ -69,6 +73,22 @@ def _as_yarn(file: GgufFile, keys: set[str], others: tuple[str, ...]) -> dict[st
     found = {name: value for name, value in given.items() if value is not None}
     length = needed_size(file, f"{_SCALING}original_context_length")
     return {"rope_type": "yarn", "original_max_position_embeddings": length, **found}
+
+
+def _as_longrope(file: GgufFile, size: int) -> dict[str, Any]:
+    """LongRoPE's two sets of factors, for texts up to the trained length and for longer ones."""
+    sets = []
+    for name in _BY_LENGTH:
+        stored = file.tensors[name]
+        factors = stored.blocks.reshape(-1).view("<f4") if stored.format.name == "F32" else np.zeros(0, np.float32)
+        if len(factors) != size // 2 or not (np.isfinite(factors) & (factors > 0)).all():
+            raise ValueError(f"{file.path} scales its rotary embeddings ({name}) in an unknown way: {ELSE}")
+        sets.append([float(str(factor)) for factor in factors])
+    length = needed_size(file, f"{_SCALING}original_context_length")
+    found: dict[str, Any] = dict(short_factor=sets[0], long_factor=sets[1], original_max_position_embeddings=length)
+    if (scaling := value_of(file, f"{_SCALING}attn_factor", float)) is not None:
+        found["attention_factor"] = scaling
+    return {"rope_type": "longrope", **found}
 
 
 def _as_llama3(file: GgufFile, rotary: dict[str, Any], size: int) -> dict[str, Any]:

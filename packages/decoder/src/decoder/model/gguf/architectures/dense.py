@@ -64,6 +64,12 @@ def _window(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return {"sliding_window": value_of(file, "attention.sliding_window", int) or None}
 
 
+def _phi3(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    # Its configuration has this length beside the rotary parameters, too.
+    trained = size_of(file, "rope.scaling.original_context_length")
+    return _window(file, architecture) | {"original_max_position_embeddings": trained}
+
+
 def _some_windows(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     """Windows in all layers but each fourth, unless the file says which."""
     window = value_of(file, "attention.sliding_window", int) or None
@@ -149,7 +155,7 @@ DENSE = {
     "phi3": Architecture(
         "phi3",
         ATTENTION | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
-        _window,
+        _phi3,
     ),
     "starcoder2": Architecture(
         "starcoder2",
