@@ -148,15 +148,15 @@ def test_texts_that_are_too_long_for_the_first_set_are_told_how_to_have_the_othe
     dec = decoder.load(two_sets[1])
     with pytest.raises(ValueError, match=r"beyond the 64 positions .* \(--yarn\) of up to 4 for 256 positions$"):
         dec.generate(list(range(3, 40)), 100)
-    with pytest.raises(ValueError, match="yarn must be at most 4, not 4.5: the model has factors for so long texts"):
+    with pytest.raises(ValueError, match=r"yarn must be at most 4, not 4\.5: the model has factors for so long texts"):
         decoder.load(two_sets[1], yarn=4.5)
     dec = decoder.load(two_sets[1], yarn=FACTOR)
-    with pytest.raises(ValueError, match="beyond the 256 positions of the model: shorten one of them$"):
+    with pytest.raises(ValueError, match=r"beyond the 256 positions of the model: shorten one of them$"):
         dec.generate(list(range(3, 40)), 250)
 
 
 def test_a_model_object_with_two_sets_is_refused_with_what_to_do(two_sets):
-    with pytest.raises(ValueError, match="longrope rotary scaling, .*: load it by decoder.load, which takes one set"):
+    with pytest.raises(ValueError, match=r"longrope rotary scaling, .*: load it by decoder\.load, which takes one set"):
         decoder.Decoder(two_sets[0])
 
 

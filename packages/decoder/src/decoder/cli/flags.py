@@ -96,8 +96,8 @@ def add_loading_flags(parser: argparse.ArgumentParser, tests: str = "kept") -> N
         "--yarn",
         type=float,
         metavar="FACTOR",
-        help="stretch the length that the model was trained for by this factor, with YaRN or what the model has for that "
-        "(changes all logits)",
+        help="stretch the length that the model was trained for by this factor, with YaRN or what the model has for "
+        "that (changes all logits)",
     )
 
 
