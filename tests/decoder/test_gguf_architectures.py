@@ -77,6 +77,15 @@ GEMMA3N = dict(
     activation_sparsity_pattern=[0.95, 0.9, 0.0, 0.0],
     final_logit_softcapping=3.0,
 )
+NEMOTRON = dict(head_dim=16, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=8, chunk_size=16)
+OF_NEMOTRON = {
+    "attention.key_length": 16,
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 128,
+    "ssm.state_size": 8,
+    "ssm.time_step_rank": 8,
+    "ssm.group_count": 2,
+}
 OF_GEMMA3 = {
     "full_attention": dict(rope_type="linear", factor=8.0),
     "sliding_attention": dict(rope_type="default", rope_theta=10000.0),
@@ -258,6 +267,22 @@ KINDS = {
             "ssm.group_count": 2,
         },
     ),
+    "nemotron_h": (
+        "nemotron_h",
+        NEMOTRON | dict(layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention"]),
+        OF_NEMOTRON | {"attention.head_count_kv": [0, 2, 0, 0], "feed_forward_length": [0, 0, 96, 0]},
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        NEMOTRON
+        | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, routed_scaling_factor=2.5)
+        | dict(moe_shared_expert_intermediate_size=48, moe_latent_size=32)
+        | dict(layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention"]),
+        OF_NEMOTRON
+        | OF_EXPERTS
+        | {"attention.head_count_kv": [0, 0, 2, 0], "feed_forward_length": [0, 32, 0, 0], "moe_latent_size": 32}
+        | {"expert_shared_count": 1, "expert_weights_norm": True, "expert_weights_scale": 2.5},
+    ),
     "lfm2moe": (
         "lfm2_moe",
         EXPERTS
@@ -433,6 +458,36 @@ def of_mamba(name, weight, config):
     return f"blk.{layer}.{new}", weight.squeeze(1) if part == "conv1d.weight" else weight
 
 
+def of_nemotron(name, weight, config):
+    """llama.cpp's name and numbers of a parameter of Nemotron-H, whose layers are one mixer each."""
+    outside = {"model.embeddings": "token_embd", "model.norm_f": "output_norm", "lm_head": "output"}
+    stem, _, leaf = name.rpartition(".")
+    if stem in outside:
+        return f"{outside[stem]}.{leaf}", weight
+    layer, part = name.split(".")[2], name.partition("mixer.")[2]
+    stem = part.rpartition(".")[0]
+    theirs = {
+        "": "attn_norm",
+        "q_proj": "attn_q",
+        "k_proj": "attn_k",
+        "v_proj": "attn_v",
+        "o_proj": "attn_output",
+        "up_proj": "ffn_up",
+        "down_proj": "ffn_down",
+        "gate": "exp_probs_b" if leaf == "e_score_correction_bias" else "ffn_gate_inp",
+        "fc1_latent_proj": "ffn_latent_down",
+        "fc2_latent_proj": "ffn_latent_up",
+        "shared_experts.up_proj": "ffn_up_shexp",
+        "shared_experts.down_proj": "ffn_down_shexp",
+    }
+    if part.startswith("experts."):
+        return f"blk.{layer}.ffn_{part.removeprefix('experts.').removesuffix('_proj')}_exps.weight", weight
+    if (part and stem not in theirs) or part in ("A_log", "D", "dt_bias"):
+        config.mamba_n_groups = config.n_groups
+        return of_mamba(name.replace("mixer.", "mamba."), weight, config)
+    return f"blk.{layer}.{theirs[stem]}.{'bias' if leaf.endswith('bias') else 'weight'}", weight
+
+
 def of_experts(name, weight, model_type):
     """llama.cpp's names of stacks of experts, by which gates and what they gate are apart."""
     layer, bias = name.split(".")[2], name.endswith("_bias")
@@ -459,6 +514,9 @@ def stored(model, architecture):
     turned = architecture in ("llama", "smollm3", "granite", "granitehybrid", "mistral3")
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if turned else {}
     for name, weight in model.state_dict().items():
+        if config.model_type == "nemotron_h":
+            yield of_nemotron(name, weight, config)
+            continue
         if architecture == "gemma4" and ".experts." in name:
             yield gguf_name(names, name), weight
             continue

@@ -157,6 +157,10 @@ def mamba(config: PreTrainedConfig, name: str) -> dict:
     return changed | ({"number": _logarithm_of_decay} if name == "ssm_a" else {})
 
 
+def nemotron(config: PreTrainedConfig, name: str) -> dict:
+    return mamba(config, name) | glm4_moe(config, name)
+
+
 def granite_hybrid(config: PreTrainedConfig, name: str) -> dict:
     return mamba(config, name) | rotary_pairs(config, name)
 

@@ -87,7 +87,7 @@ def _gpt_oss(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _routed_experts(file: GgufFile, function: int) -> dict[str, Any]:
+def routed_experts(file: GgufFile, function: int) -> dict[str, Any]:
     """The keys of experts beside those that all tokens go through; ``function`` as for `check_gating`."""
     check_gating(file, function)
     return {
@@ -105,7 +105,7 @@ def _routed_experts(file: GgufFile, function: int) -> dict[str, Any]:
 
 def _glm4_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return {
-        **_routed_experts(file, SIGMOID),
+        **routed_experts(file, SIGMOID),
         "attention_bias": in_first_layer(file, "attn_q.bias"),
         "use_qk_norm": in_first_layer(file, "attn_q_norm.weight"),
     }
@@ -119,7 +119,7 @@ def _compressed(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
         size_of(file, of_what_is_compressed)
     turned = needed_size(file, "rope.dimension_count")
     sigmoid = architecture.model_type == "deepseek_v3"
-    routed = _routed_experts(file, SIGMOID if sigmoid else SOFTMAX)
+    routed = routed_experts(file, SIGMOID if sigmoid else SOFTMAX)
     return {
         **routed,
         "kv_lora_rank": needed_size(file, "attention.kv_lora_rank"),

@@ -15,7 +15,14 @@ from decoder.model.gguf.architectures.base import (
     Architecture,
 )
 from decoder.model.gguf.architectures.dense import granite_scales
-from decoder.model.gguf.architectures.experts import EXPERTS, SHARED_EXPERT, SIGMOID, check_gating, experts
+from decoder.model.gguf.architectures.experts import (
+    EXPERTS,
+    SHARED_EXPERT,
+    SIGMOID,
+    check_gating,
+    experts,
+    routed_experts,
+)
 from decoder.model.gguf.file import ELSE, GgufFile
 from decoder.model.gguf.keys import needed_size, size_of, value_of
 from decoder.model.gguf.rotary import rotary_of
@@ -44,6 +51,21 @@ _MAMBA = {
     "ssm_d": "mamba.D",
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
+}
+_NEMOTRON = {
+    "attn_norm": "norm",
+    **{name: path.replace("self_attn.", "mixer.") for name, path in PROJECTIONS.items()},
+    **{name: path.replace("mamba.", "mixer.") for name, path in _MAMBA.items()},
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+    "ffn_up_exps.weight": "mixer.experts.up_proj",
+    "ffn_down_exps.weight": "mixer.experts.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
 }
 _SHORT_CONVOLUTIONS = {
     "attn_norm": "operator_norm",
@@ -136,6 +158,43 @@ def _falcon_h1(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _nemotron(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    """Each layer is one mixer: of Mamba2, attention, experts, or a product, an activation and another product."""
+    kinds = {"ssm_a": "linear_attention", "attn_q.weight": "full_attention", "ffn_gate_inp.weight": "moe"}
+    count = needed_size(file, "block_count") - (size_of(file, "nextn_predict_layers") or 0)
+    layers = [
+        next((kind for name, kind in kinds.items() if f"blk.{i}.{name}" in file.tensors), "mlp") for i in range(count)
+    ]
+    mamba = _mamba(file)
+    values = {
+        "layers_block_type": layers,
+        "num_key_value_heads": size_of(file, "attention.head_count_kv", some_layers=True),
+        "mamba_num_heads": mamba["mamba_n_heads"],
+        "mamba_head_dim": mamba["mamba_d_head"],
+        "n_groups": mamba["mamba_n_groups"],
+        "ssm_state_size": mamba["mamba_d_state"],
+        "conv_kernel": mamba["mamba_d_conv"],
+        "use_conv_bias": mamba["mamba_conv_bias"],
+        "use_bias": mamba["mamba_proj_bias"],
+        "attention_bias": mamba["attention_bias"],
+        "rope_parameters": None,  # its attention knows no positions
+    }
+    file.looked_at.add(f"{file.architecture}.feed_forward_length")  # which tensors tell
+    if "mlp" in layers:
+        up = file.tensors.get(f"blk.{layers.index('mlp')}.ffn_up.weight")
+        values["intermediate_size"] = None if up is None else up.shape[0]
+    if "moe" in layers:
+        shared = file.tensors.get(f"blk.{layers.index('moe')}.ffn_up_shexp.weight")
+        values |= routed_experts(file, SIGMOID)
+        values["moe_shared_expert_intermediate_size"] = None if shared is None else shared.shape[0]
+        values["moe_latent_size"] = size_of(file, "moe_latent_size")
+        del values["first_k_dense_replace"]
+    else:
+        unused = ("count", "used_count", "group_count", "group_used_count", "weights_norm", "weights_scale")
+        file.looked_at.update(f"{file.architecture}.expert_{name}" for name in unused)
+    return values
+
+
 def _delta_rule(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     heads = needed_size(file, "ssm.time_step_rank")
     values = {
@@ -164,6 +223,15 @@ def _layer_types(file: GgufFile, name: str, kind: str, others: str = "full_atten
     return [kind if own else others for own in found]
 
 
+_OF_NEMOTRON = Architecture(
+    "nemotron_h",
+    _NEMOTRON,
+    _nemotron,
+    norm=(RMS_NORM, "layer_norm_epsilon"),
+    outside=OUTSIDE | {"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
+    change=sources.nemotron,
+    by_layer=("attention.head_count_kv", "feed_forward_length"),
+)
 RECURRENT = {
     "qwen3next": Architecture(
         "qwen3_next", _HYBRID | EXPERTS | SHARED_EXPERT | _MIXED_DELTA_RULE, _delta_rule, change=sources.qwen3_next
@@ -200,6 +268,8 @@ RECURRENT = {
         outside=OUTSIDE | {"output_norm": "model.final_layernorm"},
         change=sources.mamba,
     ),
+    "nemotron_h": _OF_NEMOTRON,
+    "nemotron_h_moe": _OF_NEMOTRON,
     "lfm2": Architecture(
         "lfm2",
         _SHORT_CONVOLUTIONS,
