@@ -330,6 +330,30 @@ KINDS = {
         OF_GEMMA4 | OF_EXPERTS | {"attention.head_count_kv": [2, 1, 2, 1]},
     ),
     "smollm3": ("smollm3", dict(num_hidden_layers=5, pad_token_id=None), {}),
+    "qwen2vl": ("qwen2", {}, {"rope.dimension_sections": [4, 2, 2, 0]}),
+    "qwen3vl": (
+        "qwen3",
+        dict(head_dim=16),
+        {"attention.key_length": 16, "rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3},
+    ),
+    "qwen3vlmoe": (
+        "qwen3_moe",
+        EXPERTS | dict(head_dim=16, norm_topk_prob=True),
+        OF_EXPERTS | {"attention.key_length": 16, "n_deepstack_layers": 3},
+    ),
+    "arcee": ("arcee", {}, {}),
+    "olmoe": ("olmoe", dict(num_experts=4, num_experts_per_tok=2), OF_EXPERTS),
+    "granitemoe": (
+        "granitemoe",
+        dict(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=2.0)
+        | dict(num_local_experts=4, num_experts_per_tok=2),
+        {"attention.scale": 0.3, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 2.0} | OF_EXPERTS,
+    ),
+    "command-r": (
+        "cohere",
+        dict(logit_scale=0.5, tie_word_embeddings=True),
+        {"logit_scale": 0.5, "rope.scaling.type": "none"},
+    ),
     "granite": (
         "granite",
         dict(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=2.0),
@@ -511,7 +535,7 @@ def stored(model, architecture):
     names = gguf.get_tensor_name_map(
         next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), config.num_hidden_layers
     )
-    turned = architecture in ("llama", "smollm3", "granite", "granitehybrid", "mistral3")
+    turned = architecture in ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "mistral3", "arcee")
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if turned else {}
     for name, weight in model.state_dict().items():
         if config.model_type == "nemotron_h":

@@ -36,7 +36,7 @@ _IDLE = (
     *("rope.scaling.finetuned", "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast"),
     *("rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"),
     *("expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_shared_count", "vocab_size"),
-    *("full_attention_interval", "rope.dimension_sections", "tensor_data_layout"),
+    *("full_attention_interval", "rope.dimension_sections", "tensor_data_layout", "n_deepstack_layers"),
 )
 # Keys that say again what another one says, or says for all layers.
 _AGAIN = {

@@ -112,6 +112,15 @@ DENSE = {
     ),
     "qwen2": Architecture("qwen2", ATTENTION | GATED),
     "qwen3": Architecture("qwen3", ATTENTION | GATED | HEAD_NORMS, _biased),
+    # Of texts alone; the vision beside them is a file of its own.
+    "qwen2vl": Architecture("qwen2", ATTENTION | GATED),
+    "qwen3vl": Architecture("qwen3", ATTENTION | GATED | HEAD_NORMS, _biased),
+    "arcee": Architecture(
+        "arcee",
+        ATTENTION | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        lambda file, architecture: _biased(file, architecture) | {"mlp_bias": in_first_layer(file, "ffn_up.bias")},
+        change=sources.rotary_pairs,
+    ),
     "ernie4_5": Architecture("ernie4_5", ATTENTION | GATED),
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense",
@@ -145,6 +154,16 @@ DENSE = {
             "ffn_down": "mlp.down_proj",
         },
         _biased,
+    ),
+    "command-r": Architecture(
+        "cohere",
+        PROJECTIONS | GATED | HEAD_NORMS | {"attn_norm": "input_layernorm"},
+        lambda file, architecture: (
+            _biased(file, architecture)
+            | {"logit_scale": needed_value(file, "logit_scale", float), "tie_word_embeddings": True}
+            | {"use_qk_norm": in_first_layer(file, "attn_q_norm.weight")}
+        ),
+        norm=(LAYER_NORM, "layer_norm_eps"),
     ),
     "cohere2": Architecture(
         "cohere2",

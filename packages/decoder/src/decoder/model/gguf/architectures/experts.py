@@ -4,6 +4,7 @@ from typing import Any
 
 from decoder.model.gguf import sources
 from decoder.model.gguf.architectures.base import ATTENTION, GATED, HEAD_NORMS, Architecture, in_first_layer
+from decoder.model.gguf.architectures.dense import granite_scales
 from decoder.model.gguf.file import ELSE, GgufFile
 from decoder.model.gguf.keys import needed_size, size_of, value_of
 from decoder.model.gguf.rotary import rotary_of
@@ -72,6 +73,24 @@ def check_gating(file: GgufFile, function: int) -> None:
     if (told := value_of(file, "expert_gating_func", int, function)) != function:
         key = f"{file.architecture}.expert_gating_func"
         raise ValueError(f"{file.path} chooses experts by a function that is not read ({key} {told}): {ELSE}")
+
+
+def _olmoe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    # llama.cpp does not normalise their weights.
+    return {
+        "num_experts": needed_size(file, "expert_count"),
+        "num_experts_per_tok": needed_size(file, "expert_used_count"),
+        "norm_topk_prob": False,
+        "clip_qkv": value_of(file, "attention.clamp_kqv", float) or None,
+    }
+
+
+def _granite_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    return {
+        **granite_scales(file),
+        "num_local_experts": needed_size(file, "expert_count"),
+        "num_experts_per_tok": needed_size(file, "expert_used_count"),
+    }
 
 
 def _gpt_oss(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
@@ -156,6 +175,16 @@ OF_EXPERTS = {
     "mixtral": Architecture("mixtral", ATTENTION | EXPERTS, experts, change=sources.rotary_pairs),
     "qwen2moe": Architecture("qwen2_moe", ATTENTION | EXPERTS | SHARED_EXPERT, experts, change=sources.shared_expert),
     "qwen3moe": Architecture("qwen3_moe", ATTENTION | EXPERTS | HEAD_NORMS, experts),
+    "qwen3vlmoe": Architecture("qwen3_moe", ATTENTION | EXPERTS | HEAD_NORMS, experts),
+    "olmoe": Architecture("olmoe", ATTENTION | EXPERTS | HEAD_NORMS, _olmoe),
+    "granitemoe": Architecture(
+        "granitemoe",
+        ATTENTION
+        | {name: path.replace("mlp.", "block_sparse_moe.") for name, path in EXPERTS.items()}
+        | {"ffn_gate_inp": "block_sparse_moe.router"},
+        _granite_moe,
+        change=sources.rotary_pairs,
+    ),
     "glm4moe": Architecture(
         "glm4_moe",
         ATTENTION
