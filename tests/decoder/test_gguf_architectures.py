@@ -349,6 +349,14 @@ KINDS = {
         | dict(num_local_experts=4, num_experts_per_tok=2),
         {"attention.scale": 0.3, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 2.0} | OF_EXPERTS,
     ),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        dict(num_hidden_layers=3, moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_num_shared_experts=2)
+        | dict(moe_layer_start_index=1),
+        OF_EXPERTS
+        | {"expert_shared_count": 2, "expert_shared_feed_forward_length": 48}
+        | {"interleave_moe_layer_step": 1, "leading_dense_block_count": 1},
+    ),
     "command-r": (
         "cohere",
         dict(logit_scale=0.5, tie_word_embeddings=True),
@@ -422,7 +430,7 @@ THEIRS = {
 
 def gguf_name(names, name):
     """llama.cpp's name of a parameter, by the package gguf's own table."""
-    name = name.replace("moe.router.weight", "moe.router.layer.weight")
+    name = name.replace("moe.router.weight", "moe.router.layer.weight").replace("gate.moe_statics", "moe_statics")
     name = re.sub(r"(correction|expert)_bias$", r"\1.bias", name).replace("expert.bias", "expert_bias.bias")
     stem, _, leaf = name.rpartition(".")
     if leaf not in ("weight", "bias"):

@@ -112,6 +112,12 @@ def glm4_moe(config: PreTrainedConfig, name: str) -> dict:
     return {"wide": name == "exp_probs_b.bias"}
 
 
+def ernie_moe(config: PreTrainedConfig, name: str) -> dict:
+    """The router computes in float32, and its corrections are those of one group."""
+    corrections = {"axes": 2} if name == "exp_probs_b.bias" else {}
+    return corrections | ({"wide": True} if name.startswith(("exp_probs_b", "ffn_gate_inp.")) else {})
+
+
 def compressed_keys(config: PreTrainedConfig, name: str) -> dict:
     """What restores keys [heads, compressed, size] and values [heads, size, compressed] is one matrix, head by head."""
     changed = glm4_moe(config, name)

@@ -85,6 +85,18 @@ def _olmoe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _ernie_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    return {
+        "moe_num_experts": needed_size(file, "expert_count"),
+        "moe_k": needed_size(file, "expert_used_count"),
+        "moe_intermediate_size": needed_size(file, "expert_feed_forward_length"),
+        "moe_num_shared_experts": value_of(file, "expert_shared_count", int, 0),
+        "moe_layer_interval": value_of(file, "interleave_moe_layer_step", int, 1),
+        "moe_layer_start_index": value_of(file, "leading_dense_block_count", int, 0),
+        "moe_layer_end_index": -1,
+    }
+
+
 def _granite_moe(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return {
         **granite_scales(file),
@@ -184,6 +196,16 @@ OF_EXPERTS = {
         | {"ffn_gate_inp": "block_sparse_moe.router"},
         _granite_moe,
         change=sources.rotary_pairs,
+    ),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        ATTENTION
+        | GATED
+        | EXPERTS
+        | _SHARED_EXPERTS
+        | {"exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"},
+        _ernie_moe,
+        change=sources.ernie_moe,
     ),
     "glm4moe": Architecture(
         "glm4_moe",
