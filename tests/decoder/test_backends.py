@@ -174,6 +174,18 @@ def test_norms_that_are_another_function_are_not_used(with_native, prompt, expec
     assert text(dec, prompt) == expected
 
 
+def test_a_token_whose_embedding_is_zero_is_no_fault(with_native, prompt, monkeypatch):
+    """As padding's is in some models: its keys and values are zero, and no share of their norm can be off."""
+    model = single()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[check.trial_tree(model.config.vocab_size).tokens[2]] = 0
+    dec, found = told(lambda: Decoder(model))
+    assert not found and state(dec)[NATIVE]
+    monkeypatch.setattr(whole_model.WholeModel, "run", FAULTS["wrong"](whole_model.WholeModel.run))
+    dec, found = told(lambda: Decoder(model))
+    assert not state(dec)[NATIVE]
+
+
 OF_LIBRARY = {
     "products": (packed_weight.NativeWeight, "__call__"),
     "layers": (whole_model.WholeModel, "run"),

@@ -130,7 +130,9 @@ def _off(target: "Target", words: str, actual: torch.Tensor, expected: torch.Ten
     mine, theirs = (one.double().flatten(0, -2) for one in (actual, expected))
     # Some models mark tokens that do not exist with the least number of their dtype.
     usual = theirs.abs() < torch.finfo(expected.dtype).max / 2
-    errors = ((mine - theirs) * usual).nan_to_num(torch.inf).norm(dim=1) / (theirs * usual).norm(dim=1)
+    off, sizes = ((mine - theirs) * usual).nan_to_num(torch.inf).norm(dim=1), (theirs * usual).norm(dim=1)
+    # Of a token whose embedding is zero, such as padding's, keys and values may be zero.
+    errors = torch.where(off == 0, off, off / sizes)
     # In half precision the numbers of an odd token may be any.
     dtype = _coarsest(target)
     most = 1.0 if dtype in (torch.float32, torch.float64) else 0.75
