@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 import time
+import types
 from pathlib import Path
 
 import gguf
@@ -134,6 +136,16 @@ def test_they_run_again_where_something_has_changed_that_they_depend_on(change, 
     decoder.load(file, tests="kept")
     assert of(run) == BOTH
     CHANGES[change](file, monkeypatch)
+    decoder.load(file, tests="kept")
+    assert of(run) == BOTH
+
+
+def test_a_module_whose_file_is_gone_keeps_nobody_from_relying_on_them(file, folder, run, monkeypatch, tmp_path):
+    """As those that torch.compile writes into a folder of its own, imports, and may delete."""
+    module = types.ModuleType("torch.made_for_the_process")
+    module.__file__ = str(tmp_path / "gone.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    decoder.load(file, tests="kept")
     decoder.load(file, tests="kept")
     assert of(run) == BOTH
 

@@ -95,7 +95,8 @@ def circumstances(source: Path) -> dict[str, Any]:
     of_model = sorted(file for kind in _OF_MODEL for file in source.glob(kind)) if source.is_dir() else [source]
     # What a model's modules are made of has been imported when it is there.
     imported = {getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if _tells(name)}
-    files = sorted(file for file in map(Path, filter(None, imported)) if file.is_absolute())  # others are made up
+    # Others are made up, or were made for the process and are gone, such as what torch.compile has written.
+    files = sorted(file for file in map(Path, filter(None, imported)) if file.is_absolute() and file.exists())
     libraries = Path(torch.__file__).parent.glob("lib/*.so*")
     return {
         "model": {str(file): _contents(file) for file in of_model},
