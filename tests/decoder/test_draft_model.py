@@ -1,19 +1,24 @@
 """`draft-model`: a small model drafts, with a cache of its own that follows the text, only as far as that pays."""
 
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import product
 
+import gguf
 import pytest
 import torch
 
+import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
 from decoder.arguments import check_arguments
 from decoder.backends.native import library as native
+from decoder.backends.native.quantised import QuantisedLinear
 from decoder.drafters.model_levels import DraftModelLevels
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.engine import Engine
+from decoder.model.target import Target
 from decoder.model.vocabularies import refuse_other_size, refuse_other_tokens
 from decoder.prefill import prefill
 from decoder.request import GenerationRequest
@@ -21,6 +26,7 @@ from decoder.sampling.native_choice import native_choice
 from decoder.sampling.sampler import Sampler
 
 from .conftest import VOCAB, clocked, random_heads, random_tokens, some, tiny_llama
+from .test_gguf import hf_model, write_gguf  # noqa: F401 (a fixture)
 
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0),
@@ -313,3 +319,45 @@ def test_the_native_library_ranks_as_the_sampler_does(with_native, dtype):
                         assert own == -torch.inf
                     else:
                         assert found[0][1] - own == pytest.approx(expected[0][1] - score, abs=1e-3)
+
+
+def test_one_of_a_gguf_file_keeps_the_files_formats(with_native, hf_model, tmp_path):  # noqa: F811
+    """Unpacked to float32 a pass would read eight times as much, and drafting would not pay."""
+    for name in ("target", "draft"):
+        write_gguf(tmp_path / f"{name}.gguf", hf_model, gguf.GGMLQuantizationType.Q8_0)
+    dec = decoder.load(tmp_path / "target.gguf", draft_model=tmp_path / "draft.gguf")
+    for target in (dec.target, dec.draft_model):
+        assert any(isinstance(module, QuantisedLinear) for module in target.model.modules())
+    wide = decoder.load(tmp_path / "target.gguf", draft_model=tmp_path / "draft.gguf", dtype="float32")
+    assert not any(isinstance(module, QuantisedLinear) for module in wide.draft_model.model.modules())
+    prompt = list(range(5, 40))
+    texts = [
+        dec.generate(prompt, 30, method, SamplingParams(seed=3), ignore_eos=True).token_ids
+        for method in ("ar", "draft-model")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_catching_up_with_a_text_that_went_on_plainly_is_no_cost_of_drafting(pair, prompt, monkeypatch):
+    """A step that tries drafts reads what steps without have left unread, which steps that draft do not have to."""
+    told, observe, prefilled = [], LevelPolicy.observe, []
+    monkeypatch.setattr(
+        LevelPolicy, "observe", lambda policy, *given: (told.append(given[2:]), observe(policy, *given))[1]
+    )
+    prefill_of = Target.prefill
+
+    def slow(target, tokens, cache, *others):
+        if target.model is pair.draft_model:
+            prefilled.append(len(tokens))
+            time.sleep(0.2)
+        return prefill_of(target, tokens, cache, *others)
+
+    monkeypatch.setattr(Target, "prefill", slow)
+    levels = DraftModelLevels.state_behind
+    calls = iter(range(10**6))
+    # Only each twentieth step may draft.
+    monkeypatch.setattr(
+        DraftModelLevels, "state_behind", lambda own, sampler: None if next(calls) % 20 else levels(own, sampler)
+    )
+    pair.generate(prompt, 60, "draft-model", SamplingParams(seed=3), ignore_eos=True)
+    assert max(prefilled) > 6 and told and all(drafting + rest < 0.15 for drafting, rest in told)

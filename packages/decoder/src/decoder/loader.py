@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.backends import kept_tests
 from decoder.backends.bitwise import BitwiseSetting
@@ -137,8 +137,10 @@ def load(
             target = read_model(model, device, yarn, dtype=read_as, **model_kwargs, **sharding(ranks))
         if rounded:
             quantise(target, rounded, getattr(torch, around))
-        of_draft["dtype"] = around if rounded else dtype
-        small = None if draft_model is None else read_model(draft_model, device, yarn, **of_draft)
+        small = None
+        if draft_model is not None:
+            as_it_is = chosen and ranks.size == 1
+            small = _read_draft_model(draft_model, device, yarn, around if rounded else dtype, as_it_is, of_draft)
         more = bitwise, prefix_cache_bytes, sanitize_control_tokens
         if tests != "always" and device.type == "cpu" and ranks.size == 1 and bitwise and not model_kwargs:
             asked = {"dtype": [dtype, rounded, around], "bitwise": bitwise, "config": config.to_json_string()}
@@ -161,6 +163,21 @@ def _is_bf16(config: Any, model: str | os.PathLike) -> bool:
 
 def _for_hub(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: model_kwargs[name] for name in HUB_ARGUMENTS if name in model_kwargs}
+
+
+def _read_draft_model(
+    source: str | os.PathLike,
+    device: torch.device,
+    yarn: float | None,
+    dtype: str,
+    as_it_is: bool,
+    model_kwargs: Mapping[str, Any],
+) -> PreTrainedModel:
+    """A draft model in a dtype; ``as_it_is`` in the formats of its file, since each pass reads all of its weights."""
+    config = read_config(source, yarn, **_for_hub(model_kwargs))
+    if as_it_is and keeps_formats(source, config, **model_kwargs):
+        return read_quantised(source, config, getattr(torch, dtype), **_for_hub(model_kwargs))
+    return read_model(source, device, yarn, dtype=dtype, **model_kwargs)
 
 
 def _checked(

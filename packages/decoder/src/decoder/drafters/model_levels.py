@@ -1,5 +1,6 @@
 """Levels of candidates from a draft model: a small model of the same vocabulary that reads the sequence itself."""
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.timings import stage
 
 _GROWTH = 1024  # slots beyond the prompt that the cache has at first
-_PREFILLED = 16  # tokens from which on all but the newest are read without logits
+_PREFILLED = 6  # tokens beyond which all but the newest are read without logits: more than steps that draft leave
 _MOST_BEHIND = 2048  # tokens of a sequence that are not caught up with in one step
 
 GoesOn = Callable[[int, list[tuple[int, float]]], bool]
@@ -35,6 +36,7 @@ class DraftModelLevels(Levels):
 
     Attributes:
         goes_on: asked behind each level but the last; None always goes on.
+        behind_seconds: spent on tokens that steps without drafts had left unread, which steps that draft do not.
     """
 
     source = "draft model"
@@ -48,6 +50,7 @@ class DraftModelLevels(Levels):
         self._shared = min(self.target.vocab_size, self.small.vocab_size)
         self.width = min(width, self._shared)
         self.goes_on: GoesOn | None = None
+        self.behind_seconds = 0.0
         self.positions: int = self.small.model.config.max_position_embeddings
         slots = min(context.longest_text, len(context.prompt) + _GROWTH) + 1
         self.cache = FullCache(slots, growable=True, takes_back=True)
@@ -153,7 +156,9 @@ class ModelPass(NamedTuple):
             for one in passes:
                 cache, tokens = one.levels.cache, one.tokens
                 if len(tokens) > _PREFILLED:
+                    start = time.perf_counter()
                     small.prefill(tokens[:-1], cache)
+                    one.levels.behind_seconds += time.perf_counter() - start
                     tokens = tokens[-1:]
                 tree = TokenTree(tokens[0])
                 tree.add_path(tokens[1:], one.levels.source)

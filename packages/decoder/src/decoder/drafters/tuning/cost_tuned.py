@@ -168,8 +168,12 @@ class CostTuned(Drafter):
         return (1 - covered) * policy.tokens(1, levels) >= seconds * tokens / policy.whole(cost, 0)
 
     def _take_levels(self, levels: list[Level], seconds: float) -> None:
-        if levels and self._source is self._draft_model:
-            self._pass_seconds.observe(seconds / len(levels))
+        if self._draft_model is not None and self._source is self._draft_model:
+            # Catching up is what a step takes that tries drafts where steps do without, and no part of drafting.
+            behind, self._draft_model.behind_seconds = self._draft_model.behind_seconds, 0.0
+            seconds, self._start = max(0.0, seconds - behind), self._start + behind
+            if levels:
+                self._pass_seconds.observe(seconds / len(levels))
         self._ahead = levels
         self._drafting += seconds
 
