@@ -148,11 +148,21 @@ def test_texts_that_are_too_long_for_the_first_set_are_told_how_to_have_the_othe
     dec = decoder.load(two_sets[1])
     with pytest.raises(ValueError, match=r"beyond the 64 positions .* \(--yarn\) of up to 4 for 256 positions$"):
         dec.generate(list(range(3, 40)), 100)
-    with pytest.raises(ValueError, match=r"yarn must be at most 4, not 4\.5: the model has factors for so long texts"):
+    with pytest.raises(ValueError, match=r"yarn must be at most 4, not 4\.5: beyond it the model has no factors"):
         decoder.load(two_sets[1], yarn=4.5)
     dec = decoder.load(two_sets[1], yarn=FACTOR)
     with pytest.raises(ValueError, match=r"beyond the 256 positions of the model: shorten one of them$"):
         dec.generate(list(range(3, 40)), 250)
+
+
+def test_a_model_whose_sets_are_one_cannot_be_stretched(two_sets, tmp_path):
+    model = copy.deepcopy(two_sets[0])
+    model.config.rope_parameters = model.config.rope_parameters | {"short_factor": LONG}
+    model.save_pretrained(tmp_path)
+    published_tokenizer().save_pretrained(tmp_path)
+    assert decoder.load(tmp_path).model.config.max_position_embeddings == TRAINED * FACTOR
+    with pytest.raises(ValueError, match=r"are scaled already .longrope.: leave out yarn"):
+        decoder.load(tmp_path, yarn=2)
 
 
 def test_a_model_object_with_two_sets_is_refused_with_what_to_do(two_sets):

@@ -10,7 +10,7 @@ from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.triforce import TriForce
 from decoder.drafters.tuning.cost_tuned import CostTuned
 from decoder.heads import Heads
-from decoder.model.yarn import longer
+from decoder.model.yarn import hint_for_longer
 from decoder.options import TokenSwiftOptions
 from decoder.request import GenerationRequest
 from decoder.sampling.params import SamplingParams
@@ -116,7 +116,7 @@ def _length_limit(dec: "Decoder", prompt_tokens: int, max_new_tokens: int | None
     if prompt_tokens + wanted > positions:
         raise ValueError(
             f"prompt ({prompt_tokens} tokens) + max_new_tokens ({shown(wanted)}) is beyond the {positions} positions "
-            f"of the model: shorten one of them{longer(dec.model.config)}"
+            f"of the model: shorten one of them{hint_for_longer(dec.model.config)}"
         )
     return wanted
 

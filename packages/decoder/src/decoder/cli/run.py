@@ -29,7 +29,7 @@ from decoder.drafters import METHODS
 from decoder.loader import device_named
 from decoder.model.loading import out_of_memory, read_config, read_tokenizer
 from decoder.model.quantising import dtype_name
-from decoder.model.yarn import longer
+from decoder.model.yarn import hint_for_longer
 from decoder.options import TokenSwiftOptions
 from decoder.outputs import Chunk
 from decoder.parallel.ranks import ALONE, ending_in_words, join, linked
@@ -99,7 +99,7 @@ def _prompt_ids(args: argparse.Namespace) -> tuple[list[int], transformers.PreTr
         raise ValueError(
             f"the prompt ({len(ids)} tokens){asked} goes beyond the {limit} positions of the model: shorten "
             + ("one of them" if asked else "it")
-            + longer(config)
+            + hint_for_longer(config)
         )
     return ids, tokenizer
 

@@ -16,7 +16,7 @@ from decoder.sampling.token_tree import TokenTree
 from decoder.timings import stage
 
 _GROWTH = 1024  # slots beyond the prompt that the cache has at first
-_PREFILLED = 6  # tokens beyond which all but the newest are read without logits: more than steps that draft leave
+_PREFILLED = 16  # tokens from which on all but the newest are read without logits
 _MOST_BEHIND = 2048  # tokens of a sequence that are not caught up with in one step
 
 GoesOn = Callable[[int, list[tuple[int, float]]], bool]

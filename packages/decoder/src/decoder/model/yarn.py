@@ -49,14 +49,18 @@ def take_one_set(config: PreTrainedConfig, factor: float | None) -> None:
         ValueError: the factor is no number above 1, or the model was not made for so long texts.
     """
     rotary = _sets(config)
-    if rotary is None or rotary["short_factor"] == rotary["long_factor"]:
+    if rotary is None:
+        return
+    if rotary["short_factor"] == rotary["long_factor"]:
+        if factor is not None:
+            raise ValueError(f"its rotary embeddings are scaled already ({LONGROPE}): leave out yarn")
         return
     trained = rotary["original_max_position_embeddings"]
     most = config.max_position_embeddings / trained
     if factor is not None:
         _check(factor)
         if factor > most:
-            raise ValueError(f"yarn must be at most {most:g}, not {factor:g}: the model has factors for so long texts")
+            raise ValueError(f"yarn must be at most {most:g}, not {factor:g}: beyond it the model has no factors")
     # Of the lengths as its makers give them.
     scaling = ROPE_INIT_FUNCTIONS[LONGROPE](config, torch.device("cpu"))[1]
     chosen = rotary["short_factor" if factor is None else "long_factor"]
@@ -65,7 +69,7 @@ def take_one_set(config: PreTrainedConfig, factor: float | None) -> None:
     config.max_position_embeddings = int(trained * (factor or min(1.0, most)))
 
 
-def longer(config: PreTrainedConfig) -> str:
+def hint_for_longer(config: PreTrainedConfig) -> str:
     """What to do for longer texts, in words behind an error; "" where there is nothing."""
     rotary = _sets(config)
     if rotary is None:

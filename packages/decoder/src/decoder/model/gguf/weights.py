@@ -24,7 +24,7 @@ def sources(file: GgufFile, config: PreTrainedConfig) -> dict[str, Source]:
         if number is not None and architecture.unused(config, int(number), own):
             continue
         if number is None and own in architecture.lists:
-            for part in range(file.tensors[name].shape[0]):
+            for part in range(next(iter(file.tensors[name].shape), 0)):
                 found[f"{architecture.lists[own]}.{part}.weight"] = Source((name,), part=part)
             continue
         ours = architecture.parameter(number, own)
