@@ -357,7 +357,9 @@ def test_catching_up_with_a_text_that_went_on_plainly_is_no_cost_of_drafting(pai
     calls = iter(range(10**6))
     # Only each twentieth step may draft.
     monkeypatch.setattr(
-        DraftModelLevels, "state_behind", lambda own, sampler: None if next(calls) % 20 else levels(own, sampler)
+        DraftModelLevels,
+        "state_behind",
+        lambda own, cache, sampler: None if next(calls) % 20 else levels(own, cache, sampler),
     )
     pair.generate(prompt, 60, "draft-model", SamplingParams(seed=3), ignore_eos=True)
     assert max(prefilled) > 16 and told and all(drafting + rest < 0.15 for drafting, rest in told)

@@ -154,7 +154,8 @@ def test_windows_sinks_and_caps_give_each_token_the_bits_it_has_alone(monkeypatc
 
 @needs_native
 @pytest.mark.parametrize(
-    "heads, kv_heads, dim, value_dim", [(4, 4, 8, 8), (8, 1, 40, 24), (48, 1, 64, 64), (3, 3, 256, 96)]
+    "heads, kv_heads, dim, value_dim",
+    [(4, 4, 8, 8), (8, 1, 40, 24), (48, 1, 64, 64), (3, 3, 256, 96), (8, 2, 512, 512)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_of_all_shapes(heads, kv_heads, dim, value_dim, dtype, coded):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.admission import Admission, CacheBytes, memory_for_caches
 from decoder.arguments import Arguments, check_arguments
+from decoder.assistant.model import AssistantModel
 from decoder.auditing import Audit, audit
 from decoder.backends.bitwise import BitwiseSetting
 from decoder.cache.draft_layer import DraftLayerCache
@@ -113,6 +114,12 @@ class Decoder:
                         self.target.read_features(module.target_layers)
                 else:
                     module.check_fits(self.target.hidden_size, self.target.vocab_size)
+                if isinstance(module, AssistantModel):
+                    if self.target.ranks.size > 1:
+                        raise ValueError(
+                            "processes that share a model have a part of its cache each: leave out the assistant"
+                        )
+                    module.check_attends(self.target.layout, self.target.attention_shapes)
                 self.heads[module.kind] = module.to(self.target.device, self.target.dtype).eval()
                 module.check_finite()
                 self.target.speed_up(module)

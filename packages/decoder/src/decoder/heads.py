@@ -1,10 +1,13 @@
-"""Draft heads of any kind: linear ones, draft models of EAGLE-3 and DFlash, and what a model has built in."""
+"""Draft heads of any kind: linear ones, draft models of EAGLE-3 and DFlash, assistants, and built-in modules."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from decoder.assistant.checkpoint import is_assistant, read_assistant
+from decoder.assistant.model import KIND as ASSISTANT
+from decoder.assistant.model import AssistantModel
 from decoder.dflash.checkpoint import is_dflash, read_dflash
 from decoder.dflash.draft_model import KIND as DFLASH
 from decoder.draft_heads import KINDS as LINEAR_KINDS
@@ -20,12 +23,12 @@ from decoder.mtp.gguf import read_mtp_of_file, usable_in_file
 from decoder.mtp.module import KIND as MTP
 from decoder.mtp.module import MtpModule
 
-Heads = DraftHeads | DraftLayer
+Heads = DraftHeads | DraftLayer | AssistantModel
 TrainedHeads = DraftHeads | Eagle3DraftModel
 """Heads that have a folder of their own."""
 HeadsLike = Heads | str | os.PathLike
 
-KINDS = (*LINEAR_KINDS, EAGLE3, DFLASH, MTP)
+KINDS = (*LINEAR_KINDS, EAGLE3, DFLASH, ASSISTANT, MTP)
 
 
 def kind_in(folder: str | os.PathLike) -> str | None:
@@ -40,6 +43,8 @@ def kind_in(folder: str | os.PathLike) -> str | None:
         return EAGLE3
     if is_dflash(config):
         return DFLASH
+    if is_assistant(config):
+        return ASSISTANT
     kind = config.get("kind")
     return kind if kind in LINEAR_KINDS else MTP if usable_mtp(Path(folder)) else None
 
@@ -66,8 +71,9 @@ def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:
         return read_mtp_of_file(Path(source))
     folder = local_folder(str(source), **from_hub)
     config = read_json(folder / CONFIG)
-    built_in = read_mtp if holds_mtp(folder, config) else DraftHeads.read
-    read = read_draft_model if is_eagle3(config) else read_dflash if is_dflash(config) else built_in
+    kinds = ((is_eagle3, read_draft_model), (is_dflash, read_dflash), (is_assistant, read_assistant))
+    known = next((read for holds, read in kinds if holds(config)), None)
+    read = known or (read_mtp if holds_mtp(folder, config) else DraftHeads.read)
     return read(folder, config, str(source))
 
 

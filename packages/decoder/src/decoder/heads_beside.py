@@ -16,10 +16,10 @@ def heads_beside(model: str | os.PathLike) -> dict[str, str]:
 
     Of a file those beside its folder are looked at, too, if their configuration names the file.
 
-    Heads are called after the model where their folder is heads-NAME or heads-NAME-*; else a folder heads-* is the
-    model's where its configuration tells that it was trained on a model called NAME. Of several kinds a method takes
-    the one that suits it best, of several folders the first by name. A method that has none of these takes what the
-    model has built in, whose folder is the model's own. Empty for a hub id.
+    Heads are called after the model where their folder is heads-NAME, heads-NAME-* or NAME-assistant; else a folder
+    heads-* is the model's where its configuration tells that it was trained on a model called NAME. Of several kinds a
+    method takes the one that suits it best, of several folders the first by name. A method that has none of these takes
+    what the model has built in, whose folder is the model's own. Empty for a hub id.
     """
     path = Path(model)
     if not path.exists():
@@ -29,12 +29,13 @@ def heads_beside(model: str | os.PathLike) -> dict[str, str]:
     called: dict[str, str] = {}
     trained: dict[str, str] = {}
     around = [path.parent, path.parent.parent] if path.is_file() else [path.parent]
-    for folder in (folder for place in around for folder in sorted(place.glob("heads-*"))):
+    assistant = path.with_name(f"{path.name}-assistant")
+    for folder in (assistant, *(folder for place in around for folder in sorted(place.glob("heads-*")))):
         kind = kind_in(folder)
         if kind is None:
             continue
         is_called = folder.name == f"heads-{path.name}" or folder.name.startswith(f"heads-{path.name}-")
-        if is_called and folder.parent == path.parent:
+        if folder == assistant or (is_called and folder.parent == path.parent):
             called.setdefault(kind, str(folder))
         elif PurePath(base_model_in(folder) or "").name == path.name:
             trained.setdefault(kind, str(folder))

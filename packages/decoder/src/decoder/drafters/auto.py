@@ -23,7 +23,7 @@ class Auto(CostTuned):
     A suffix of the text tells what followed it where it stood before (compare SuffixDecoding, arXiv 2411.04975).
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = ("eagle3", "dflash", "mtp", *KINDS)
+    heads_kinds: ClassVar[tuple[str, ...]] = ("eagle3", "dflash", "assistant", "mtp", *KINDS)
     takes_draft_model: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:

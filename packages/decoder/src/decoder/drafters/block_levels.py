@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import torch
 
+from decoder.assistant.model import AssistantModel
 from decoder.dflash.draft_model import DFlashDraftModel
 from decoder.draft_layer import DraftLayer
+from decoder.drafters.assistant_levels import AssistantLevels
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.layer_levels import LayerLevels
 from decoder.drafters.levels import HeadLevels, State, Work
@@ -88,4 +90,6 @@ def make_levels(context: DrafterContext, width: int, beam: int = 1) -> HeadLevel
     if isinstance(context.heads, DraftLayer):
         made = BlockLevels if isinstance(context.heads, DFlashDraftModel) else LayerLevels
         return made(context, context.heads, width, beam)
+    if isinstance(context.heads, AssistantModel):
+        return AssistantLevels(context, context.heads, width, beam)
     return HeadLevels(context.target, context.heads, context.options.coupled, width, beam)

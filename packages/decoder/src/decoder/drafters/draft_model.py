@@ -33,7 +33,7 @@ class DraftModel(FixedTree):
         return self.levels.read_prompt
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
-        count, state = min(self.depth, depth), self.levels.state_behind(sampler)
+        count, state = min(self.depth, depth), self.levels.state_behind(cache, sampler)
         if not count or state is None:
             return None
         return LevelsWanted(self.levels, state, sampler, count, False, self._take_levels)

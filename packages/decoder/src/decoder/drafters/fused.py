@@ -27,7 +27,7 @@ class Fused(Medusa):
     The chain is what followed the longest suffix seen before, twice as long as that suffix.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = ("dflash", "mtp", *KINDS)
+    heads_kinds: ClassVar[tuple[str, ...]] = ("dflash", "assistant", "mtp", *KINDS)
     needs_heads: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:

@@ -12,6 +12,7 @@ from decoder.backends.base import PassOutput
 from decoder.backends.native.levels import NativeLevels
 from decoder.backends.native.structures import MOST_LEVELS
 from decoder.backends.transfers import download
+from decoder.cache.full import FullCache
 from decoder.draft_heads import DraftHeads
 from decoder.drafters.draft_vocabulary import DraftVocabulary
 from decoder.heads import Heads
@@ -111,7 +112,7 @@ class Levels(ABC):
         """How many levels there are at most; None where there is no end to them."""
 
     @abstractmethod
-    def state_behind(self, sampler: Sampler) -> State | None:
+    def state_behind(self, cache: FullCache, sampler: Sampler) -> State | None:
         """What levels behind the sequence are drafted from; None where that is not known, or no level can be."""
 
     @abstractmethod
@@ -156,7 +157,7 @@ class HeadLevels(Levels):
         # A conditioned head is applied again below its own level.
         return None if self.heads.conditioned else self.heads.num_heads + own_level
 
-    def state_behind(self, sampler: Sampler) -> State | None:
+    def state_behind(self, cache: FullCache, sampler: Sampler) -> State | None:
         return self.state
 
     def follow(self, verification: PassOutput, path: Sequence[int], tokens: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from decoder.assistant.model import AssistantModel
 from decoder.backends.base import PassOutput
 from decoder.cache.full import FullCache
 from decoder.draft_heads import KINDS
@@ -25,12 +26,12 @@ class Medusa(FixedTree):
     tree's first level. The first step has nothing to draft from and verifies the root alone.
     """
 
-    heads_kinds: ClassVar[tuple[str, ...]] = (*reversed(KINDS), "mtp", "dflash")
+    heads_kinds: ClassVar[tuple[str, ...]] = (*reversed(KINDS), "mtp", "assistant", "dflash")
     needs_heads: ClassVar[bool] = True
 
     def __init__(self, context: DrafterContext) -> None:
         levels = context.max_new_tokens  # a layer that is repeated fills any number of them
-        if not isinstance(context.heads, RepeatedLayer):
+        if not isinstance(context.heads, RepeatedLayer | AssistantModel):
             levels = min(levels, context.heads.num_heads)
         super().__init__(rank_paths(context.options.fixed_tree, levels))
         self.heads = make_levels(context, self.width)
@@ -40,9 +41,9 @@ class Medusa(FixedTree):
         return self.heads if isinstance(self.heads, LayerLevels) else None
 
     def wants_levels(self, cache: FullCache, sampler: Sampler, depth: int) -> LevelsWanted | None:
-        if self._candidates is not None or self.heads.state is None:
+        if self._candidates is not None or (state := self.heads.state_behind(cache, sampler)) is None:
             return None
-        return LevelsWanted(self.heads, self.heads.state, sampler, self.depth, False, self._take_levels)
+        return LevelsWanted(self.heads, state, sampler, self.depth, False, self._take_levels)
 
     def draft_ahead(self, verification: PassOutput, draws: TreeDraws) -> DeferredRead | None:
         if not self.heads.drafts_ahead:

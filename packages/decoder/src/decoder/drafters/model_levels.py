@@ -81,7 +81,7 @@ class DraftModelLevels(Levels):
     def most(self, own_level: bool) -> int | None:
         return None
 
-    def state_behind(self, sampler: Sampler) -> "DraftModelLevels | None":
+    def state_behind(self, cache: FullCache, sampler: Sampler) -> "DraftModelLevels | None":
         length = len(sampler.context)
         return self if length < self.positions and length - self._read <= _MOST_BEHIND else None
 

@@ -71,7 +71,7 @@ def read_layers(
 
     Arguments and errors are those of `read_draft_model`.
     """
-    tensors = _read_weights(folder)
+    tensors = read_weights(folder)
     try:
         offsets, known = tensors.pop(DRAFT_TO_TARGET_OFFSETS, None), tensors.pop(_TARGET_TO_DRAFT, None)
         draft_to_target = None if offsets is None else offsets.long() + torch.arange(len(offsets))
@@ -104,7 +104,7 @@ def verifier_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return verifier if isinstance(verifier, Mapping) else {}
 
 
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, under the names of the speculators layout."""
     if (folder / MODEL_WEIGHTS).is_file():
         tensors = read_tensors(folder / MODEL_WEIGHTS)

@@ -13,6 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decoder.model.looked_at import LookedAt, looked_at
 
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""transformers' names of drafters that are published beside a model, in the form of one."""
 _ACTIVATION = re.compile(r"(^|_)(act|activation|act_fn|activation_function)$")
 _SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 # By model type what its modules know of an option, where they take anything else for one of these.
@@ -171,8 +173,11 @@ def is_read(config: PreTrainedConfig, field: str, looked: LookedAt) -> bool:
 def refuse_written(written: Mapping[str, Any]) -> None:
     """Raise ValueError for what stands in a file and a configuration made of it would not show, or not be made of.
 
-    That is two numbers of experts, of which one would be passed over, and kinds of layers that are none.
+    That is two numbers of experts, of which one would be passed over, kinds of layers that are none, and an assistant,
+    whose text part alone would pass for a model.
     """
+    if written.get("model_type") in ASSISTANTS:
+        raise ValueError("it is an assistant, which drafts for a Gemma 4 model: give that one, and this as its heads")
     inside = written.get("text_config")
     for part in (written, inside if isinstance(inside, Mapping) else {}):
         name = part.get("model_type", "it")

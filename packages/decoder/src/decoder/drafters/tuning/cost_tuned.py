@@ -210,7 +210,7 @@ class CostTuned(Drafter):
 
     def _state(self, cache: FullCache, sampler: Sampler) -> State | None:
         """What levels are drafted from: what the verification has computed; None where nothing is known yet."""
-        return self._source.state_behind(sampler)
+        return self._source.state_behind(cache, sampler)
 
     def _offer_level(self, depth: int, level: Level, before: list[int | None]) -> list[int | None]:
         """Offer the candidates of a level behind those of the level ``before``; returns their nodes."""

@@ -25,7 +25,7 @@ typedef struct {
 // How attention reads keys and values: as they are, widened to float32, or in pairs of bfloat16 that the processor
 // multiplies: two numbers of a key, and the same number of the values in two neighbouring positions. Codes of a quantised
 // cache are read in such pairs, too, as whole numbers of 16 bits. Queries and weights are rounded to such numbers, so that
-// all sums are exact: the largest, 256 x 32,767 x 127, has 30 bits.
+// all sums are exact: the largest, 512 x 32,767 x 127, has 31 bits.
 typedef enum { FLOAT_CACHE, BF16_CACHE, PAIRED_CACHE, CODED_CACHE } Cache;
 
 enum { LARGEST_WORD = 32767 };

@@ -215,7 +215,7 @@ typedef struct {
 
 enum { MOST_LEVELS = 64 }; // of heads
 // Keys of attention that are summed together, query heads of a KV head, and numbers of a head that it takes at most.
-enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 256 };
+enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 512 };
 
 // ---------------------------------------------------------------------------------------------------------- layouts
 
