@@ -175,4 +175,4 @@ def made(name, **overrides):
     return tiny(model_type, dtype, **{**own, **more, **overrides})
 
 
-__all__ = ["ALL", "LATENTS", "NATIVE", "RECURRENT", "SHAPE", "made"]
+__all__ = ["ALL", "LATENT", "LATENTS", "NATIVE", "RECURRENT", "SHAPE", "made"]

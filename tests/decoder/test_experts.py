@@ -12,6 +12,7 @@ from decoder.backends.native.packed_linear import packing
 from decoder.work import finish
 
 from .conftest import random_heads, random_tokens, some
+from .recurrent_models import LATENT
 from .test_families import EXPERTS, ROUTED, tiny
 from .test_whole_model import EXPERTS as RUN_AS_A_WHOLE
 from .test_whole_model import passes
@@ -26,6 +27,12 @@ FAMILIES = {
     "qwen2_moe": ("qwen2_moe", dict(EXPERTS, decoder_sparse_step=1)),
     "olmoe, not normalised": ("olmoe", EXPERTS),
     "glm4_moe, groups": ("glm4_moe", dict(GROUPED, head_dim=8)),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        dict(ROUTED, moe_num_experts=32, moe_k=4, moe_intermediate_size=24, moe_num_shared_experts=2)
+        | dict(moe_layer_start_index=1, head_dim=8),
+    ),
+    "deepseek_v2": ("deepseek_v2", dict(ROUTED, **LATENT, routed_scaling_factor=2.5)),
     "gpt_oss, 64": (
         "gpt_oss",
         dict(
@@ -58,6 +65,9 @@ def test_a_block_gives_what_transformers_gives_whatever_rows_are_beside(name, dt
     for router, experts in found:
         if "e_score_correction_bias" in router._buffers:
             router.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, len(router.weight)).flip(0))
+        if "moe_statics" in router._modules:
+            own = router.moe_statics.e_score_correction_bias
+            own.data.copy_(torch.linspace(-0.03, 0.03, len(router.weight)).flip(0).view_as(own))
         assert are_experts(experts) and chooses_alike(router)
         x = torch.randn(150, router.weight.shape[1], generator=torch.Generator().manual_seed(3)).to(dtype)
         logits, weights, ids = PackedRouter(router).forward(x)

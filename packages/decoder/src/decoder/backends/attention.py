@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from decoder.backends.latent import for_latents, is_latent
+from decoder.backends.latent import Compressed, for_latents, is_latent
 from decoder.cache.layout import FULL, LayerKind
 
 NAME = "tokenswift"
@@ -120,6 +120,7 @@ def tree_attention(
     kinds: Sequence[LayerKind] = (),
     positions: torch.Tensor | None = None,
     temperature: Temperature | None = None,
+    compressed: Compressed | None = None,
     queries: dict[int, torch.Tensor] | None = None,
     observed: int = 0,
     asked: dict[int, Scores] | None = None,
@@ -136,6 +137,7 @@ def tree_attention(
         kinds: by layer, which tokens see which; without them all layers attend to the whole sequence.
         positions: of the new tokens, int64 [T].
         temperature: what the layer multiplies its queries by beside.
+        compressed: how to attend to what the layer keeps without making keys and values of it; None makes them.
         queries: where given, the layer's last ``observed`` queries are left there under its index.
         asked: where given, what the layer asks for is left there under its index.
         kwargs: what else models hand over, `Scores` among it.
@@ -162,16 +164,23 @@ def tree_attention(
     if temperature is not None:
         assert positions is not None
         query = (query * temperature.at(positions)[None, None, :, None]).to(query.dtype)
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, kind, **beside)
+    if compressed is not None:
+        query = compressed.queries(query)
     if queries is not None:
         last = query[:, :, -observed:]
         # A view would keep a long chunk's queries alive.
         last = last if last.shape[2] == query.shape[2] else last.clone()
-        queries[module.layer_idx] = for_latents(module, last) if is_latent(module) else last
-    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, kind, **beside)
+        made = compressed is not None or not is_latent(module)
+        queries[module.layer_idx] = last if made else for_latents(module, last)
     if asked is not None:
         asked[module.layer_idx] = scores
     keys, values = (one if isinstance(one, tuple) else (one,) for one in (key, value))
-    return sequences[0].attend(sequences, query, keys, values, scores), None
+    if compressed is None:
+        return sequences[0].attend(sequences, query, keys, values, scores), None
+    entries = [compressed.entries(*pair) for pair in zip(keys, values, strict=True)]
+    rows, parts = ([pair[place] for pair in entries] for place in (0, 1))
+    return compressed.values(sequences[0].attend(sequences, query, rows, parts, scores)), None
 
 
 def one_by_one(

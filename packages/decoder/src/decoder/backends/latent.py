@@ -1,8 +1,24 @@
 """Multi-head latent attention: layers that keep a compressed key and value, from which those of all heads follow."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+COMPRESSED_KEYS = "compressed keys"
+"""In words, what models with such layers have."""
+
+
+class Compressed(Protocol):
+    """Attention to compressed keys as they are kept: queries are compressed, too, and what they give is restored."""
+
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """As `for_latents`."""
+
+    def entries(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys [B, 1, n, rank + rotary size] and values [B, 1, n, rank] of what a layer keeps in their place."""
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        """The values [B, T, H, Dv] of what was attended to, [B, T, H, rank]."""
 
 
 def is_latent(module: Any) -> bool:

@@ -181,7 +181,7 @@ class LayeredCache(Cache, ABC):
 
     def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if not len(self.keys):
-            self.keys, self.values = (self._buffer(one, len(self.layout.full)) for one in (key, value))
+            self.keys, self.values = self._both(key, value, len(self.layout.full))
             self._of_layer = list(zip(self.keys, self.values, strict=True))
 
     def enlarge(self, capacity: int, filled: int) -> None:
@@ -191,17 +191,31 @@ class LayeredCache(Cache, ABC):
         self.passes.clear()
         self._of_layer.clear()
         self._slots, self._span = [], None
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            if len(old):
-                new = self._buffer(old[0], len(old))
-                new[:, :, :, :filled] = old[:, :, :, :filled]
-                setattr(self, name, new)
+        if self.layout.side_by_side and len(self.keys):
+            old = self.keys, self.values
+            self.keys, self.values = self._both(old[0][0], old[1][0], len(old[0]))
+            for new, one in zip((self.keys, self.values), old, strict=True):
+                new[:, :, :, :filled] = one[:, :, :, :filled]
+        else:
+            for name in ("keys", "values"):
+                one = getattr(self, name)
+                if len(one):
+                    new = self._buffer(one[0], len(one))
+                    new[:, :, :, :filled] = one[:, :, :, :filled]
+                    setattr(self, name, new)
         self._of_layer = list(zip(self.keys, self.values, strict=True))
 
-    def _buffer(self, like: torch.Tensor, layers: int) -> torch.Tensor:
+    def _both(self, key: torch.Tensor, value: torch.Tensor, layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Buffers for entries like these [B, G, any, D], or one of which both are parts."""
+        if not self.layout.side_by_side:
+            return self._buffer(key, layers), self._buffer(value, layers)
+        sizes = [key.shape[3], value.shape[3]]
+        keys, values = self._buffer(key, layers, sum(sizes)).split(sizes, -1)
+        return keys, values
+
+    def _buffer(self, like: torch.Tensor, layers: int, size: int | None = None) -> torch.Tensor:
         batch, groups, _, dim = like.shape
-        return large_pages.empty((layers, batch, groups, self.capacity, dim), like.dtype, like.device)
+        return large_pages.empty((layers, batch, groups, self.capacity, size or dim), like.dtype, like.device)
 
     @property
     def recurrent(self) -> RecurrentStates | None:

@@ -86,9 +86,11 @@ class Layout:
         members: by kind the layers of it that keep something; of recurrent ones, their numbers among themselves.
         places: by layer that keeps something, how many layers of its kind that do so come before it.
         state_sizes: of recurrent layers, where the native library runs them.
+        side_by_side: whether what a layer keeps in place of a token's key and value are parts of one row.
     """
 
     state_sizes: StateSizes | None = None
+    side_by_side: bool = False
 
     def __init__(self, kinds: Sequence[LayerKind], keeping: Sequence[int] | None = None, mixers: int = 0):
         self.kinds = tuple(kinds)

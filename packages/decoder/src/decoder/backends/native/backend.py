@@ -16,12 +16,14 @@ from decoder.backends import bitwise_check
 from decoder.backends.base import FREE, BackendFault, Chain, Forwards, PassBackend, PassBatch, PassOutput, PassRule
 from decoder.backends.faults import fault_of
 from decoder.backends.forwards import replaced, under_autocast
+from decoder.backends.latent import COMPRESSED_KEYS
 from decoder.backends.modules import ModulePass, cache_of, ids_of, one_sequence_at_a_time
 from decoder.backends.native import library as native
 from decoder.backends.native import native_attention
 from decoder.backends.native.activations import activations
+from decoder.backends.native.compressed import expanding, packing_expansions
 from decoder.backends.native.eligible import runs_as_a_whole
-from decoder.backends.native.experts import packing_experts
+from decoder.backends.native.experts import PackedRouter, packing_experts
 from decoder.backends.native.families import parts_of
 from decoder.backends.native.levels import NativeLevels, native_levels
 from decoder.backends.native.native_attention import NewTokens
@@ -66,10 +68,13 @@ class NativeBackend(PassBackend):
     @staticmethod
     def unavailable(target: "Target") -> str | None:
         """Why the library does not run a model; None if it does."""
-        more = target.more_than_attention
-        if more is not None and not (target.mixers and _runs_as_a_whole(target)):
-            return _for_attention_alone(target, more)
-        faults = [native_attention.unavailable(shape, target.device) for shape in target.attention_shapes_now]
+        if target.mixers and not _runs_as_a_whole(target):
+            return _without_mixers(target)
+        shapes = target.attention_shapes_now
+        if target.more_than_attention == COMPRESSED_KEYS:
+            # A key is what is kept in place of key and value, and a value the first part of it.
+            shapes = [one._replace(dim=one.dim + one.value_dim, value_dim=one.dim) for one in shapes]
+        faults = [native_attention.unavailable(shape, target.device) for shape in shapes]
         faults += map(native_attention.not_known, target.asked.values())
         return next((fault for fault in faults if fault is not None), None)
 
@@ -82,14 +87,18 @@ class NativeBackend(PassBackend):
     def renewing(self) -> Work[None]:
         target = self._target
         shared, whole = target.shared_layers(), _runs_as_a_whole(target)
-        if not whole and (more := target.more_than_attention) is not None:
-            raise BackendFault(_for_attention_alone(target, more))
+        if target.mixers and not whole:
+            raise BackendFault(_without_mixers(target))
         outside = [target.norm, target.lm_head, target.model.get_input_embeddings(), *target.helper_modules()]
         parts = [parts_of(layer) for layer in target.decoder.layers] if whole else []
         groups = [group for own in parts for group in own.groups]
         experts = [module for own in parts if own.block is not None for module in own.block[:2]]
         modules = outside if whole else [*target.modules, *target.helper_modules(), *shared.modules]
-        forwards = fused_norms(modules) | (yield from packing(modules, groups)) | activations(modules)
+        compressed = [] if whole else expanding(target.modules)
+        by_head = {layer.kv_b_proj for layer in compressed}
+        alone = [module for module in modules if module not in by_head]
+        forwards = fused_norms(modules) | (yield from packing(alone, groups)) | activations(modules)
+        forwards |= yield from packing_expansions(compressed)
         forwards |= yield from packing_experts([*modules, *experts])
         forwards |= shared.forwards(forwards)
         called = {module: forward for module, forward in forwards.items() if module in set(outside)}
@@ -141,10 +150,13 @@ class NativeBackend(PassBackend):
         within = {layer for own in self._target.decoder.layers for layer in own.modules()} if self.whole else set()
         with replaced(self._forwards):
             for name, module in self._target.model.named_modules():
+                packed = packed_by(module.__dict__.get("forward"))
+                if isinstance(packed, PackedRouter):
+                    within |= {*module.modules()}  # of which nothing else is called
                 if isinstance(module, nn.Embedding | QuantisedEmbedding | DraftHead) or module in within:
                     continue
                 weights = any(own is not None and own.ndim > 1 for own in module._parameters.values())
-                if weights and packed_by(module.__dict__.get("forward")) is None:
+                if weights and packed is None:
                     return f"the native library does not multiply {name} ({type(module).__name__})"
         return None
 
@@ -167,8 +179,8 @@ class NativeBackend(PassBackend):
         return native_levels(self._target, heads, vocabulary, self.called)
 
 
-def _for_attention_alone(target: "Target", more: str) -> str:
-    return f"for attention over keys and values, where {target.name} has {more}"
+def _without_mixers(target: "Target") -> str:
+    return f"for attention over keys and values, where {target.name} has recurrent layers"
 
 
 def _runs_as_a_whole(target: "Target") -> bool:

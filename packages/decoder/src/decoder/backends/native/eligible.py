@@ -20,6 +20,7 @@ from decoder.backends.native.families import LayerParts, family_of, parts_of
 from decoder.backends.native.mixers import knows
 from decoder.backends.native.packed_linear import Linear, packable
 from decoder.backends.native.quantised import QuantisedEmbedding, QuantisedLinear
+from decoder.backends.native.structures import MOST_CODED_DIM
 from decoder.backends.norms import eps_of, looks_like_rms_norm
 from decoder.cache.layout import FULL, LayerKind
 from decoder.model.architectures import decoder_of
@@ -117,7 +118,8 @@ def _known_attention(parts: LayerParts, kind: LayerKind) -> bool:
         return False
     # What transformers' layers of these families hand to attention.
     window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-    return not_known(attention, None, {"sliding_window": window}, kind) is None and attention.head_dim % 2 == 0
+    sizes = range(2, MOST_CODED_DIM + 1, 2)
+    return not_known(attention, None, {"sliding_window": window}, kind) is None and attention.head_dim in sizes
 
 
 def _alike(group: list[Linear], dtype: torch.dtype) -> bool:

@@ -88,8 +88,10 @@ class PackedRouter(PackedCopy):
         # Its own forward and not the module, since the user's hooks must not see such inputs.
         self._dtypes = [one.dtype for one in type(given).forward(given, zeros)]
         correction = getattr(given, "e_score_correction_bias", None)
-        self.correction = None if correction is None else correction.detach().float().contiguous()
         grouped = correction is not None
+        if "moe_statics" in given._modules:  # ERNIE's, which corrects what a softmax gives
+            correction = given.moe_statics.e_score_correction_bias.view(-1)
+        self.correction = None if correction is None else correction.detach().float().contiguous()
         self.settings = dict(
             count=len(given.weight),
             used=given.top_k,
@@ -98,8 +100,8 @@ class PackedRouter(PackedCopy):
             groups=given.num_group if grouped else 1,
             groups_used=given.topk_group if grouped else 1,
             scoring=SIGMOID if grouped else SOFTMAX,
-            normalised=getattr(given, "norm_topk_prob", True),
-            scaling=given.routed_scaling_factor if grouped else 1,
+            normalised=getattr(given, "norm_topk_prob", not hasattr(given, "topk_method")),  # DeepSeek-V2 does not
+            scaling=getattr(given, "routed_scaling_factor", 1),
         )
         self.structure = Experts(**self.settings)
 
@@ -258,7 +260,8 @@ _known: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 def _chooses(module: nn.Module) -> bool:
     kind = type(module)
-    if not kind.__name__.lower().endswith("topkrouter"):
+    # Routers of one class may be told to choose groups first.
+    if not kind.__name__.lower().endswith("topkrouter") or getattr(module, "topk_method", "greedy") != "greedy":
         return False
     if kind not in _known:
         _known[kind] = chooses_alike(module)
@@ -271,7 +274,7 @@ def chooses_alike(module: Any) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2 or not weight.is_cpu or weight.dtype not in _DTYPES:
         return False
-    count, groups = len(weight), getattr(module, "num_group", 1)
+    count, groups = len(weight), getattr(module, "num_group", None) or 1
     if not 1 <= getattr(module, "top_k", 0) <= count <= MOST_EXPERTS or not 1 <= groups <= MOST_GROUPS:
         return False
     own = copy.deepcopy(module).float()

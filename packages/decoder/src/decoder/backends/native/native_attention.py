@@ -9,7 +9,7 @@ import torch
 from decoder.backends.attention import Entries, Scores
 from decoder.backends.base import AttentionShape
 from decoder.backends.native import library as native
-from decoder.backends.native.structures import MOST_DIM, QUERY_HEADS_HELD, Attention, SequenceKV
+from decoder.backends.native.structures import MOST_CODED_DIM, MOST_DIM, QUERY_HEADS_HELD, Attention, SequenceKV
 from decoder.cache.form import Codes
 from decoder.cache.layout import FULL
 
@@ -103,6 +103,8 @@ def native_attention(
         sequence.first = 0 if scores.kind == FULL else own.position - key.shape[2] + own.tokens
         sequence.mask = None if own.mask is None else own.mask.data_ptr()
     tokens, _, dim = heads.shape
+    if dim > MOST_CODED_DIM and any(isinstance(one, Codes) for one in keys):
+        raise ValueError(f"codes are attended to in heads of at most {MOST_CODED_DIM} numbers, and these have {dim}")
     (key, _), (value, _) = (each[0] for each in entries)
     value_dim = value.shape[3]
     out = heads.new_empty(tokens, query_heads * value_dim)

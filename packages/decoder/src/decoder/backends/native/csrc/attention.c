@@ -29,7 +29,8 @@ typedef struct {
 typedef enum { FLOAT_CACHE, BF16_CACHE, PAIRED_CACHE, CODED_CACHE } Cache;
 
 enum { LARGEST_WORD = 32767 };
-_Static_assert((int64_t)LARGEST_WORD * 127 * MOST_DIM < INT32_MAX && MOST_DIM >= KEYS_TOGETHER, "sums have 31 bits");
+_Static_assert(
+    (int64_t)LARGEST_WORD * 127 * MOST_CODED_DIM < INT32_MAX && MOST_CODED_DIM >= KEYS_TOGETHER, "sums have 31 bits");
 
 INLINE Cache cache_of(const Rows *rows) {
     const Attention *a = rows->a;

@@ -78,16 +78,23 @@ ONCE float exponentials(const float *x, int64_t count, float largest, float *to)
 // Of one row: its logits to the experts that it goes to and their weights.
 static void choose_experts(const Experts *e, const float *logits, int32_t *ids, float *weights) {
     const int64_t count = e->count, used = e->used;
+    const int shares = e->scoring == SOFTMAX && e->correction; // of all experts, which are corrected then
     float scores[MOST_EXPERTS], chosen[MOST_EXPERTS], total = 0;
     for (int64_t i = 0; i < count; i += LANES) {
         const vec given = load(logits, i, 0, count - i);
         store(scores, i, 0, e->scoring == SIGMOID ? gated_by(splat(1), given) : given, count - i);
     }
+    if (shares) {
+        float largest = scores[0];
+        for (int64_t i = 1; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
+        const float all = exponentials(scores, count, largest, scores);
+        for (int64_t i = 0; i < count; i++) scores[i] /= all;
+    }
     for (int64_t i = 0; i < count; i++) chosen[i] = scores[i] + (e->correction ? e->correction[i] : 0);
     if (e->groups > 1) keep_groups(e, chosen);
     largest_places(chosen, count, used, ids);
     for (int64_t j = 0; j < used; j++) weights[j] = scores[ids[j]];
-    if (e->scoring == SOFTMAX) {
+    if (e->scoring == SOFTMAX && !shares) {
         const float largest = weights[0];
         total = exponentials(weights, used, largest, weights);
         if (!e->normalised) total = exponentials(scores, count, largest, scores);

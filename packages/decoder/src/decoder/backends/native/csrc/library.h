@@ -214,8 +214,9 @@ typedef struct {
 } Drafts;
 
 enum { MOST_LEVELS = 64 }; // of heads
-// Keys of attention that are summed together, query heads of a KV head, and numbers of a head that it takes at most.
-enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 512 };
+// Keys of attention that are summed together, query heads of a KV head, and numbers of a head that it takes at most; of
+// codes these are fewer.
+enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 576, MOST_CODED_DIM = 512 };
 
 // ---------------------------------------------------------------------------------------------------------- layouts
 
@@ -247,6 +248,8 @@ typedef struct {
 // Those that an instruction set has its own of: result, name, parameters, arguments.
 //
 // linear            x [rows, inputs] to y [rows, outputs]. x is bfloat16 only where `multiplies_bf16`, or with QUANTISED.
+// linear_each       the same with `count` weights of one shape and kind, none of them QUANTISED: x [count, rows, inputs] to
+//                   y [count, rows, outputs].
 // before_attention  rows [rows, size] to queries, keys, values and gates [rows, heads + 2 kv_heads + .., dim]. Angles
 //                   are [rows, rotary_dim]; `scratch` has room for `rows_together` rows of the layer's input and of its
 //                   queries, keys, values and gates.
@@ -273,6 +276,9 @@ typedef struct {
 #define EACH_FUNCTION(X)                                                                                               \
     X(void, linear, (const PackedWeight *p, const void *x, int64_t rows, int is_bf16, void *y, int threads),           \
         (p, x, rows, is_bf16, y, threads))                                                                             \
+    X(void, linear_each,                                                                                               \
+        (const PackedWeight *p, int64_t count, const void *x, int64_t rows, int is_bf16, void *y, int threads),        \
+        (p, count, x, rows, is_bf16, y, threads))                                                                      \
     X(void, before_attention,                                                                                          \
         (const Layer *l, const void *x, int64_t rows, const float *cosines, const float *sines, void *out,             \
             float *scratch, int is_bf16, int threads),                                                                 \

@@ -21,6 +21,7 @@
 
 // The names of one set's functions for the linker.
 #define linear IN_SET(linear)
+#define linear_each IN_SET(linear_each)
 #define before_attention IN_SET(before_attention)
 #define behind_attention IN_SET(behind_attention)
 #define expert_numbers IN_SET(expert_numbers)

@@ -312,6 +312,37 @@ void linear(const PackedWeight *p, const void *x, int64_t rows, int is_bf16, voi
     pool_run(share_linear, &l, threads);
 }
 
+typedef struct {
+    const PackedWeight *p;
+    int64_t count;
+    const void *x;
+    int64_t rows;
+    int is_bf16;
+    void *y;
+} LinearEach;
+
+static void share_each(const void *argument, Worker *w) {
+    const LinearEach *l = argument;
+    const PackedWeight *p = l->p;
+    const int64_t panels = panels_in(p), units = l->count * panels,
+                  pieces = pieces_of(p, l->rows, units, 1, w->threads);
+    EACH_PIECE(piece, pieces, w) {
+        const int64_t last = units * (piece + 1) / pieces;
+        for (int64_t unit = units * piece / pieces, end; unit < last; unit = end) {
+            const int64_t number = unit / panels, begin = number * panels;
+            end = last < begin + panels ? last : begin + panels;
+            const Out out = {row_of(l->y, number * l->rows * p->outputs, l->is_bf16), NULL, l->is_bf16, 0};
+            const void *x = row_of(l->x, number * l->rows * p->inputs, l->is_bf16);
+            multiply_panels(p + number, x, l->is_bf16, l->rows, &out, unit - begin, end - begin);
+        }
+    }
+}
+
+void linear_each(const PackedWeight *p, int64_t count, const void *x, int64_t rows, int is_bf16, void *y, int threads) {
+    const LinearEach l = {p, count, x, rows, is_bf16, y};
+    pool_run(share_each, &l, threads);
+}
+
 void norm(const void *x, int x_is_bf16, const float *weight, float eps, int64_t size, void *y, int y_is_bf16) {
     vec squares = {0};
     for (int64_t i = 0; i < size; i += LANES) {
