@@ -12,7 +12,7 @@ from decoder.backends.native.packed_linear import packing
 from decoder.work import finish
 
 from .conftest import random_heads, random_tokens, some
-from .recurrent_models import LATENT
+from .recurrent_models import ALL, LATENT
 from .test_families import EXPERTS, ROUTED, tiny
 from .test_whole_model import EXPERTS as RUN_AS_A_WHOLE
 from .test_whole_model import passes
@@ -32,6 +32,7 @@ FAMILIES = {
         dict(ROUTED, moe_num_experts=32, moe_k=4, moe_intermediate_size=24, moe_num_shared_experts=2)
         | dict(moe_layer_start_index=1, head_dim=8),
     ),
+    "lfm2_moe": ("lfm2_moe", ALL["lfm2_moe"][1] | dict(norm_topk_prob=True, routed_scaling_factor=1.5)),
     "deepseek_v2": ("deepseek_v2", dict(ROUTED, **LATENT, routed_scaling_factor=2.5)),
     "gpt_oss, 64": (
         "gpt_oss",
@@ -70,7 +71,8 @@ def test_a_block_gives_what_transformers_gives_whatever_rows_are_beside(name, dt
             own.data.copy_(torch.linspace(-0.03, 0.03, len(router.weight)).flip(0).view_as(own))
         assert are_experts(experts) and chooses_alike(router)
         x = torch.randn(150, router.weight.shape[1], generator=torch.Generator().manual_seed(3)).to(dtype)
-        logits, weights, ids = PackedRouter(router).forward(x)
+        handed = [torch.linspace(-0.3, 0.3, len(router.weight))] if hasattr(router, "use_expert_bias") else []
+        logits, weights, ids = PackedRouter(router).forward(x, *handed)
         packed, alone = PackedExperts(experts), PackedRouter(router)
         with torch.inference_mode():
             theirs = experts(x, ids, weights)
@@ -79,7 +81,7 @@ def test_a_block_gives_what_transformers_gives_whatever_rows_are_beside(name, dt
         order = torch.randperm(150, generator=torch.Generator().manual_seed(4))
         assert torch.equal(packed.forward(x[order], ids[order], weights[order]), ours[order])
         for row in (0, 77, 149):
-            own = alone.forward(x[row : row + 1])
+            own = alone.forward(x[row : row + 1], *handed)
             assert all(torch.equal(mine[0], all_[row]) for mine, all_ in zip(own, (logits, weights, ids), strict=True))
             assert torch.equal(packed.forward(x[row : row + 1], *own[:0:-1])[0], ours[row])
 

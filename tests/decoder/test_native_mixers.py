@@ -5,16 +5,18 @@ import random
 import pytest
 import torch
 
-from decoder import Decoder
+from decoder import Decoder, SamplingParams
 from decoder.backends.base import Chain, PassBatch, Tree
+from decoder.backends.native.backend import NATIVE as NATIVE_BACKEND
 from decoder.backends.reference.backend import Reference
 from decoder.cache.full import FullCache
 from decoder.cache.streaming import RecentCache
 from decoder.sampling.token_tree import TokenTree
 from decoder.work import finish
 
-from .conftest import VOCAB, tiny_llama
-from .recurrent_models import NATIVE, made
+from .conftest import VOCAB, random_heads, random_tokens, tiny_llama, transformers_text
+from .recurrent_models import ALL, NATIVE, made
+from .test_families import tiny
 
 pytestmark = pytest.mark.usefixtures("with_native")
 TEXT = 160
@@ -172,7 +174,32 @@ def another_gate(model):
 def test_a_layer_that_is_another_one_runs_through_its_module(change):
     model = made("qwen3_5_text, 32")
     change(model)
-    assert isinstance(Decoder(model).target.backend, Reference)
+    dec, prompt = Decoder(model), random_tokens(30, 1)
+    assert dec.target.backend.name == NATIVE_BACKEND and dec.target.backend.whole is None
+    greedy = SamplingParams(temperature=0)
+    assert dec.generate(prompt, 12, "suffix", greedy).token_ids == transformers_text(model, prompt, 12)
+
+
+BY_MODULES = ["granitemoehybrid", "falcon_h1", "minimax", "kimi_linear", "zamba2", "olmo_hybrid", "lfm2_moe"]
+
+
+@pytest.mark.parametrize("name", BY_MODULES)
+def test_other_families_run_through_their_modules_bit_for_bit(name):
+    """Each token by itself, from the state behind its parent."""
+    model_type, overrides = ALL[name]
+    model = tiny(model_type, torch.float32, **overrides)
+    dec = Decoder(model, heads=random_heads(model), prefix_cache_bytes=1 << 22)
+    assert dec.target.backend.name == NATIVE_BACKEND and dec.target.backend.whole is None and dec.bitwise, dec.report()
+    prompts = [random_tokens(30, 1), [3], random_tokens(9, 2)]
+    given = dict(max_new_tokens=16, sampling=SamplingParams(seed=3), ignore_eos=True, return_logprobs=True)
+    plain = [dec.generate(prompt, method="ar", **given) for prompt in prompts]
+    for method in ("tokenswift", "auto", "prompt-lookup"):
+        found = [dec.generate(prompt, method=method, **given) for prompt in prompts]
+        assert [(one.token_ids, one.logprobs) for one in found] == [(one.token_ids, one.logprobs) for one in plain], (
+            method
+        )
+    batch = dec.generate_batch(prompts, method="prompt-lookup", **given)
+    assert [(one.token_ids, one.logprobs) for one in batch] == [(one.token_ids, one.logprobs) for one in plain]
 
 
 def test_models_without_such_layers_have_no_states():

@@ -8,15 +8,20 @@ other code for numbers that do not stand side by side.
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2CLS
 
+from decoder.backends.forwards import is_changed
+
 _ON_ONE_THREAD = 16384  # numbers that PyTorch leaves to one thread: GELU up to 20,000, others 32,768
 _VECTORS = 64  # numbers that its loops take at a time, at most: two vectors of bfloat16
 _KINDS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()}
+
+_GATED = ("Lfm2MLP", "Lfm2MoeMLP")
 
 
 class Activation:
@@ -38,9 +43,18 @@ silu = Activation(functional.silu)
 
 
 def activations(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
-    """An `Activation` as the forward of those ``modules`` that are activations without parameters."""
-    return {
-        module: Activation(partial(type(module).forward, module))
-        for module in modules
-        if type(module) in _KINDS and not any(True for _ in module.parameters())
-    }
+    """An `Activation` as the forward of those ``modules`` that are activations without parameters.
+
+    LFM2's gated layers have none as a module: they get a forward that calls one.
+    """
+    found: dict[nn.Module, Callable] = {}
+    for module in modules:
+        if type(module) in _KINDS and not any(True for _ in module.parameters()):
+            found[module] = Activation(partial(type(module).forward, module))
+        elif type(module).__name__ in _GATED and not is_changed(module):
+            found[module] = partial(_gated, module)
+    return found
+
+
+def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return module.w2(silu(module.w1(x)) * module.w3(x))

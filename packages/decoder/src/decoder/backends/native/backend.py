@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from decoder.backends import bitwise_check
-from decoder.backends.base import FREE, BackendFault, Chain, Forwards, PassBackend, PassBatch, PassOutput, PassRule
+from decoder.backends.base import FREE, Chain, Forwards, PassBackend, PassBatch, PassOutput, PassRule
 from decoder.backends.faults import fault_of
 from decoder.backends.forwards import replaced, under_autocast
 from decoder.backends.latent import COMPRESSED_KEYS
@@ -27,13 +27,14 @@ from decoder.backends.native.experts import PackedRouter, packing_experts
 from decoder.backends.native.families import parts_of
 from decoder.backends.native.levels import NativeLevels, native_levels
 from decoder.backends.native.native_attention import NewTokens
-from decoder.backends.native.packed_linear import Packed, joined, packed_by, packing
+from decoder.backends.native.packed_linear import Linear, Packed, joined, packed_by, packing
 from decoder.backends.native.quantised import QuantisedEmbedding
 from decoder.backends.native.whole_model import WholeModel, asked_alike
 from decoder.backends.norms import fused_norms
+from decoder.backends.reference.mixers import token_by_token
 from decoder.cache.base import LayeredCache
 from decoder.cache.layout import Layout
-from decoder.cache.recurrent import CHANGED
+from decoder.cache.recurrent import CHANGED, NodeStates
 from decoder.cache.replayed import ReplayedStates
 from decoder.draft_heads import DraftHead
 from decoder.sampling.native_choice import NativeChoice, native_choice
@@ -68,8 +69,6 @@ class NativeBackend(PassBackend):
     @staticmethod
     def unavailable(target: "Target") -> str | None:
         """Why the library does not run a model; None if it does."""
-        if target.mixers and not _runs_as_a_whole(target):
-            return _without_mixers(target)
         shapes = target.attention_shapes_now
         if target.more_than_attention == COMPRESSED_KEYS:
             # A key is what is kept in place of key and value, and a value the first part of it.
@@ -87,8 +86,6 @@ class NativeBackend(PassBackend):
     def renewing(self) -> Work[None]:
         target = self._target
         shared, whole = target.shared_layers(), _runs_as_a_whole(target)
-        if target.mixers and not whole:
-            raise BackendFault(_without_mixers(target))
         outside = [target.norm, target.lm_head, target.model.get_input_embeddings(), *target.helper_modules()]
         parts = [parts_of(layer) for layer in target.decoder.layers] if whole else []
         groups = [group for own in parts for group in own.groups]
@@ -101,6 +98,9 @@ class NativeBackend(PassBackend):
         forwards |= yield from packing_expansions(compressed)
         forwards |= yield from packing_experts([*modules, *experts])
         forwards |= shared.forwards(forwards)
+        if not whole:
+            # Each token from the state behind its parent, by itself, so that its bits follow from its sequence alone.
+            forwards |= token_by_token(target.mixers)
         called = {module: forward for module, forward in forwards.items() if module in set(outside)}
         self.whole = WholeModel(target.decoder, target.dtype, target.layout, target.asked) if whole else None
         self._layout = target.layout if self.whole is None else self.whole.layout
@@ -122,9 +122,12 @@ class NativeBackend(PassBackend):
             cache, count = sequence.cache, len(sequence.tokens)
             self.prepare(cache, count)
             if (states := cache.recurrent) is not None:
-                if not isinstance(states, ReplayedStates):
+                if self.whole is not None and isinstance(states, ReplayedStates):
+                    states.begin(sequence.parents, cache.held, isinstance(sequence, Chain))
+                elif self.whole is None and isinstance(states, NodeStates):
+                    states.begin(sequence.parents, cache.held)
+                else:
                     raise ValueError(f"the layers of {target.name} {CHANGED}")
-                states.begin(sequence.parents, cache.held, isinstance(sequence, Chain))
             new.append(NewTokens(cache.get_seq_length(), count, sequence.mask(), sequence.positions[0]))
         if self.whole is None:
             return self._modules.run(batch, new, self._forwards)
@@ -148,6 +151,8 @@ class NativeBackend(PassBackend):
     def _multiplied_elsewhere(self) -> str | None:
         """In words, the first layer that the library does not multiply; None if it multiplies all."""
         within = {layer for own in self._target.decoder.layers for layer in own.modules()} if self.whole else set()
+        # What a recurrent layer has beside products, as its convolution, runs for one token at a time.
+        within |= {own for mixer in self._target.mixers for own in mixer.modules() if not isinstance(own, Linear)}
         with replaced(self._forwards):
             for name, module in self._target.model.named_modules():
                 packed = packed_by(module.__dict__.get("forward"))
@@ -177,10 +182,6 @@ class NativeBackend(PassBackend):
 
     def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> NativeLevels | None:
         return native_levels(self._target, heads, vocabulary, self.called)
-
-
-def _without_mixers(target: "Target") -> str:
-    return f"for attention over keys and values, where {target.name} has recurrent layers"
 
 
 def _runs_as_a_whole(target: "Target") -> bool:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.integrations.moe import _default_apply_gate
 
 from decoder.backends.base import BackendFault
@@ -86,7 +87,7 @@ class PackedRouter(PackedCopy):
         super().renew(given)
         zeros = torch.zeros(1, given.weight.shape[1], dtype=given.weight.dtype, device="cpu")
         # Its own forward and not the module, since the user's hooks must not see such inputs.
-        self._dtypes = [one.dtype for one in type(given).forward(given, zeros)]
+        self._dtypes = [one.dtype for one in type(given).forward(given, zeros, *_handed(given))]
         correction = getattr(given, "e_score_correction_bias", None)
         grouped = correction is not None
         if "moe_statics" in given._modules:  # ERNIE's, which corrects what a softmax gives
@@ -99,14 +100,22 @@ class PackedRouter(PackedCopy):
             correction=None if self.correction is None else self.correction.data_ptr(),
             groups=given.num_group if grouped else 1,
             groups_used=given.topk_group if grouped else 1,
-            scoring=SIGMOID if grouped else SOFTMAX,
+            scoring=SIGMOID if grouped or hasattr(given, "use_expert_bias") else SOFTMAX,
             normalised=getattr(given, "norm_topk_prob", not hasattr(given, "topk_method")),  # DeepSeek-V2 does not
             scaling=getattr(given, "routed_scaling_factor", 1),
         )
         self.structure = Experts(**self.settings)
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits [T, E] of rows [..., d], and weights and experts [T, k] that they choose."""
+    def forward(
+        self, hidden: torch.Tensor, expert_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits [T, E] of rows [..., d], and weights and experts [T, k] that they choose.
+
+        LFM2's layers hand over ``expert_bias`` [E], their correction.
+        """
+        if expert_bias is not None:
+            self.correction = expert_bias.detach().float().contiguous()
+            self.structure.correction = self.correction.data_ptr()
         x = hidden.reshape(-1, hidden.shape[-1]).to(self.held.dtype).contiguous()
         logits, weights = floats(len(x), self.structure.count), floats(len(x), self.structure.used)
         ids = torch.empty(len(x), self.structure.used, dtype=torch.int64, device="cpu")
@@ -243,7 +252,7 @@ def are_experts(module: Any) -> bool:
         return False
     biases = {f"{name}_bias" for name in names} if module.has_bias else set()
     gate = type(module)._apply_gate
-    gated = gate is _default_apply_gate and type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
+    gated = gate is _default_apply_gate and _activation(module) is not None
     return (
         module._parameters.keys() == names | biases
         and (gated or type(module).__name__ == "GptOssExperts")
@@ -277,17 +286,28 @@ def chooses_alike(module: Any) -> bool:
     count, groups = len(weight), getattr(module, "num_group", None) or 1
     if not 1 <= getattr(module, "top_k", 0) <= count <= MOST_EXPERTS or not 1 <= groups <= MOST_GROUPS:
         return False
-    own = copy.deepcopy(module).float()
+    own, handed = copy.deepcopy(module).float(), _handed(module)
     x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0)) / weight.shape[1] ** 0.5
 
     def same() -> bool:
         theirs, ours = (
             torch.zeros(8, count).scatter_(1, ids, weights.float())
-            for _, weights, ids in (type(own).forward(own, x), PackedRouter(own).forward(x))
+            for _, weights, ids in (type(own).forward(own, x, *handed), PackedRouter(own).forward(x, *handed))
         )
         return torch.allclose(ours, theirs, rtol=_CLOSE, atol=_CLOSE)
 
     return holds(same)
+
+
+def _handed(router: Any) -> list[torch.Tensor]:
+    """What a router is handed beside rows, where it is handed something: LFM2's a correction."""
+    return [torch.linspace(-0.1, 0.1, len(router.weight))] if getattr(router, "use_expert_bias", False) else []
+
+
+def _activation(module: Any) -> int | None:
+    """The gate of a stack of experts, if the library computes it; some have a function in place of a module."""
+    act = getattr(module, "act_fn", None)
+    return SILU if act is functional.silu else ACTIVATIONS.get(type(act).__name__)
 
 
 def gating_of(module: Any) -> dict[str, float]:
@@ -296,7 +316,9 @@ def gating_of(module: Any) -> dict[str, float]:
         return module.gating
     if type(module).__name__ == "GptOssExperts":
         return {"activation": CLAMPED, "limit": module.limit, "alpha": module.alpha}
-    return {"activation": ACTIVATIONS[type(module.act_fn).__name__]}
+    activation = _activation(module)
+    assert activation is not None  # or `are_experts` would not have said that they are
+    return {"activation": activation}
 
 
 def _matrices(module: Any) -> Iterable[Sequence[tuple[torch.Tensor, torch.Tensor | None]]]:
