@@ -9,7 +9,7 @@ import torch
 from decoder.backends.memory import floats
 from decoder.backends.native import library as native
 from decoder.backends.native.packed_weight import NativeWeight
-from decoder.backends.native.structures import Expert, Experts
+from decoder.backends.native.structures import Expert, Experts, PackedWeight
 
 
 class Room(threading.local):
@@ -31,7 +31,7 @@ class ExpertProducts:
     """The experts of a layer.
 
     Args:
-        weights: by expert those of gate, of what it gates and of what is behind them.
+        weights: by expert those of gate, of what it gates, if it gates anything, and of what is behind them.
         gating: how experts are gated, by the names of the library's `Experts`.
     """
 
@@ -47,7 +47,10 @@ class ExpertProducts:
 
     def experts(self) -> list[Expert]:
         """What the library reads of each."""
-        return [Expert(*(one.product for one in own)) for own in self.weights]
+        found = []
+        for gate, *up, down in self.weights:
+            found.append(Expert(gate.product, up[0].product if up else PackedWeight(), down.product))
+        return found
 
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What the experts ``ids`` [T, k] of rows [..., d] give, times ``weights`` [T, k]."""

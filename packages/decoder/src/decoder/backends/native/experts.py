@@ -29,6 +29,7 @@ from decoder.backends.native.structures import (
     SIGMOID,
     SILU,
     SOFTMAX,
+    SQUARED,
     Expert,
     Experts,
 )
@@ -36,6 +37,8 @@ from decoder.work import Progress, Work
 
 ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU}
 """By class, the gates that the library computes."""
+_UNGATED = {"ReLUSquaredActivation": SQUARED}
+_OF_UNGATED = ("up_proj", "down_proj")
 _DTYPES = (torch.float32, torch.bfloat16)
 _CLOSE = 1e-4  # by which weights of experts may be off in float32
 
@@ -247,15 +250,19 @@ def are_experts(module: Any) -> bool:
     """Whether a module is a stack of experts, gated in one of the library's ways."""
     if isinstance(module, QuantisedExperts):
         return all(own.is_cpu for own in module.parameters())
-    names = {"gate_up_proj", "down_proj"}
-    if not names <= module._parameters.keys() or not getattr(module, "has_gate", False):
+    has_gate = getattr(module, "has_gate", None)
+    names = {"gate_up_proj", "down_proj"} if has_gate else {*_OF_UNGATED}
+    if has_gate is None or not names <= module._parameters.keys():
         return False
     biases = {f"{name}_bias" for name in names} if module.has_bias else set()
-    gate = type(module)._apply_gate
-    gated = gate is _default_apply_gate and _activation(module) is not None
+    if has_gate:
+        gated = type(module)._apply_gate is _default_apply_gate and _activation(module) in (SILU, GELU)
+        known = gated or type(module).__name__ == "GptOssExperts"
+    else:
+        known = _activation(module) == SQUARED and not module.is_transposed
     return (
         module._parameters.keys() == names | biases
-        and (gated or type(module).__name__ == "GptOssExperts")
+        and known
         and not module.has_post_expert_norm
         and not module._is_expert_parallel
         and len(module.down_proj) <= MOST_EXPERTS
@@ -307,7 +314,7 @@ def _handed(router: Any) -> list[torch.Tensor]:
 def _activation(module: Any) -> int | None:
     """The gate of a stack of experts, if the library computes it; some have a function in place of a module."""
     act = getattr(module, "act_fn", None)
-    return SILU if act is functional.silu else ACTIVATIONS.get(type(act).__name__)
+    return SILU if act is functional.silu else (ACTIVATIONS | _UNGATED).get(type(act).__name__)
 
 
 def gating_of(module: Any) -> dict[str, float]:
@@ -323,6 +330,11 @@ def gating_of(module: Any) -> dict[str, float]:
 
 def _matrices(module: Any) -> Iterable[Sequence[tuple[torch.Tensor, torch.Tensor | None]]]:
     """By expert the weights [out, in] and biases [out] of gate, of what it gates and of what is behind them."""
+    if not module.has_gate:
+        for number in range(len(module.down_proj)):
+            own = [(getattr(module, name)[number], getattr(module, f"{name}_bias", None)) for name in _OF_UNGATED]
+            yield [(one.detach(), None if bias is None else bias[number].detach()) for one, bias in own]
+        return
     for number in range(len(module.down_proj)):
         both, down = module.gate_up_proj[number].detach(), module.down_proj[number].detach()
         both, down = (both.T, down.T) if module.is_transposed else (both, down)

@@ -17,7 +17,7 @@ class QuantisedExperts(nn.Module):
 
     Args:
         like: transformers' module for the same experts.
-        matrices: by part, of `PARTS`, those of all experts, of one format each.
+        matrices: by part, of `PARTS`, those of all experts, of one format each; without "up" where nothing is gated.
         biases: by part [experts, out]; without entries where experts have none.
         dtype: of inputs and outputs.
 
@@ -55,8 +55,8 @@ class QuantisedExperts(nn.Module):
 
     def products(self) -> ExpertProducts:
         """Those of all experts, which read the memory of the parameters."""
-        numbers = range(len(self.get_parameter(PARTS[0])))
-        return ExpertProducts([[self._product(part, number) for part in PARTS] for number in numbers], self.gating)
+        parts, numbers = list(self._kinds), range(len(self.get_parameter(PARTS[0])))
+        return ExpertProducts([[self._product(part, number) for part in parts] for number in numbers], self.gating)
 
     def _product(self, part: str, number: int) -> QuantisedWeight:
         bias = self._parameters.get(f"{part}_bias")

@@ -84,7 +84,7 @@ def _numbers(names: str) -> list[int]:
 
 
 FP32, BF16, QUANTISED = _numbers("FP32 BF16 QUANTISED")  # kinds of weights
-SILU, GELU, CLAMPED = _numbers("SILU GELU CLAMPED")  # how experts are gated
+SILU, GELU, CLAMPED, SQUARED = _numbers("SILU GELU CLAMPED SQUARED")  # how experts are gated
 SOFTMAX, SIGMOID = _numbers("SOFTMAX SIGMOID")  # how their weights are made
 MOST_EXPERTS, MOST_GROUPS = _numbers("MOST_EXPERTS MOST_GROUPS")
 MOST_PARTS, MOST_WIDTH, MOST_LEVELS = _numbers("MOST_PARTS MOST_WIDTH MOST_LEVELS")

@@ -76,13 +76,15 @@ def _keep_experts(
 ) -> None:
     """Put a stack of experts in its place, and take its parameters from what is ``given``, if formats can stay."""
     names = {name: f"{path}.{name}" for name in model.get_submodule(path)._parameters}
-    tensors = (*given[names["gate_up_proj"]].tensors, *given[names["down_proj"]].tensors)
+    gated = "gate_up_proj" in names
+    tensors = (*given[names["gate_up_proj" if gated else "up_proj"]].tensors, *given[names["down_proj"]].tensors)
     if any(_kind_of(file, name) is None for name in tensors):
         return
+    of_parts = PARTS if gated else (PARTS[0], PARTS[-1])
     # Gates and what they gate may be one tensor, one behind the other.
-    parts = (2, 1) if len(tensors) < len(PARTS) else (1,) * len(PARTS)
-    each = [own for name, count in zip(tensors, parts, strict=True) for own in _matrices(file, name, count)]
-    matrices = dict(zip(PARTS, each, strict=True))
+    counts = (2, 1) if len(tensors) < len(of_parts) else (1,) * len(of_parts)
+    each = [own for name, count in zip(tensors, counts, strict=True) for own in _matrices(file, name, count)]
+    matrices = dict(zip(of_parts, each, strict=True))
     biases: dict[str, torch.Tensor] = {}
     if "down_proj_bias" in names:
         of_biases = (*given[names["gate_up_proj_bias"]].tensors, *given[names["down_proj_bias"]].tensors)

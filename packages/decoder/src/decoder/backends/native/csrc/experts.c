@@ -152,6 +152,7 @@ static Group group_of(const Experts *e, const void *x, int64_t rows, const Room 
 INLINE vec activated(const Experts *e, vec gate, vec up) {
     if (e->activation == SILU) return silu(gate) * up;
     if (e->activation == GELU) return gelu(gate) * up;
+    if (e->activation == SQUARED) return larger(splat(0), gate) * gate; // what is no number stays so
     gate = -larger(-gate, splat(-e->limit));
     up = -larger(-larger(up, splat(-e->limit)), splat(-e->limit));
     return (up + 1) * gated_by(gate, gate * e->alpha);
@@ -163,11 +164,12 @@ static void gate_panels(const Experts *e, const Group *g, const Room *room, int 
     const int64_t last = end < width ? end : width;
     const Out to_gate = {room->gate + g->at, NULL, 0, 0}, to_up = {room->up + g->at, NULL, 0, 0};
     multiply_panels(gate, g->x, is_bf16, g->rows, &to_gate, panels.first, panels.last);
-    multiply_panels(up, g->x, is_bf16, g->rows, &to_up, panels.first, panels.last);
+    if (up->inputs) multiply_panels(up, g->x, is_bf16, g->rows, &to_up, panels.first, panels.last);
     for (int64_t r = 0; r < g->rows; r++)
         for (int64_t i = first; i < last; i += LANES) {
             const int64_t at = g->at + r * width + i;
-            const vec gated = activated(e, load(room->gate, at, 0, last - i), load(room->up, at, 0, last - i));
+            const vec of_up = up->inputs ? load(room->up, at, 0, last - i) : splat(0);
+            const vec gated = activated(e, load(room->gate, at, 0, last - i), of_up);
             store(room->gated, at, is_bf16, gated, last - i);
         }
 }

@@ -56,13 +56,14 @@ typedef struct {
 
 // -------------------------------------------------------------------------------------------------- layers and texts
 
-// An expert: down (gated by act(gate)).
+// An expert: down (gated by act(gate)). With SQUARED there is no up, which has no inputs then.
 typedef struct {
     PackedWeight gate, up, down;
 } Expert;
 
-enum { SILU, GELU, CLAMPED }; // how experts are gated: act(gate) up, or (up + 1) gate sigmoid(alpha gate)
-enum { SOFTMAX, SIGMOID };    // how weights are made of logits
+// How experts are gated: act(gate) up, (up + 1) gate sigmoid(alpha gate), or the square of gate where that is above zero.
+enum { SILU, GELU, CLAMPED, SQUARED };
+enum { SOFTMAX, SIGMOID }; // how weights are made of logits
 enum { MOST_EXPERTS = 1024, MOST_GROUPS = 64 };
 
 // The experts of a layer, of which each row chooses some. Of equal ones it takes the first.
