@@ -3,6 +3,8 @@
 import json
 from copy import deepcopy
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma4T
 
 import decoder
 from decoder import Decoder, SamplingParams, TokenSwiftOptions
+from decoder.backends.native import library as native
+from decoder.backends.native.quantised import QuantisedLinear
 from decoder.cache.full import FullCache
 from decoder.cache.layout import FULL
 from decoder.drafters.assistant_levels import AssistantLevels
@@ -61,7 +65,7 @@ def shared_model():
     return target_like("gemma4_text")
 
 
-def random_assistant(target, model_type="gemma4_assistant", **changes):
+def random_assistant(target, model_type="gemma4_assistant", sizes=None, **changes):
     """transformers' model, its weights spread so that its drafts are right now and then."""
     config = target.config
     text = dict(
@@ -82,7 +86,8 @@ def random_assistant(target, model_type="gemma4_assistant", **changes):
         vocab_size_per_layer_input=0,
         num_kv_shared_layers=3,
     )
-    if "rope_parameters" in config.to_dict():
+    text |= sizes or {}
+    if config.rope_parameters:
         text["rope_parameters"] = config.rope_parameters
     config = AutoConfig.for_model(
         model_type, text_config=text, backbone_hidden_size=target.config.hidden_size, **changes
@@ -346,3 +351,118 @@ def test_an_assistant_is_no_model(tmp_path, shared_model):
             ValueError, match=r"a cannot be used: it is an assistant, .* give that one, and this as its"
         ):
             decoder.load(**arguments, tokenizer=False)
+
+
+def write_file(path, model, kind="F32", **changes):
+    """A GGUF file of an assistant, with llama.cpp's names."""
+    text, tensors = model.config.get_text_config(), {name: one.float() for name, one in model.state_dict().items()}
+    writer = gguf.GGUFWriter(path, "gemma4-assistant")
+    keys = {
+        "context_length": 128,
+        "block_count": 3,
+        "nextn_predict_layers": 3,
+        "embedding_length": text.hidden_size,
+        "embedding_length_out": model.config.backbone_hidden_size,
+        "feed_forward_length": text.intermediate_size,
+        "attention.head_count": text.num_attention_heads,
+        "attention.shared_kv_layers": 3,
+        "attention.key_length": text.per_layer_config["full_attention"].head_dim,
+        "attention.key_length_swa": text.per_layer_config["sliding_attention"].head_dim,
+        "attention.sliding_window": text.sliding_window,
+        "rope.dimension_count": text.per_layer_config["full_attention"].head_dim,
+        **changes,
+    }
+    for key, value in keys.items():
+        if value is not None:
+            writer.add_uint32(f"gemma4-assistant.{key}", value)
+    writer.add_array("gemma4-assistant.attention.sliding_window_pattern", [True, True, False])
+    writer.add_array("gemma4-assistant.attention.head_count_kv", [2, 2, 1])
+    writer.add_float32("gemma4-assistant.attention.layer_norm_rms_epsilon", text.rms_norm_eps)
+    writer.add_float32("gemma4-assistant.rope.freq_base", 1e6)
+    writer.add_float32("gemma4-assistant.rope.freq_base_swa", 1e4)
+    size = text.per_layer_config["full_attention"].head_dim // 2
+    turned = int(size * 0.25)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (size - turned), np.float32))
+    names = {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    outside = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "pre_projection.weight": "nextn.pre_projection.weight",
+        "post_projection.weight": "nextn.post_projection.weight",
+    }
+    for name, tensor in tensors.items():
+        if name == "lm_head.weight":
+            continue
+        theirs = outside.get(name)
+        if theirs is None:
+            _, _, number, own = name.split(".", 3)
+            stem = own.removesuffix(".weight")
+            theirs = f"blk.{number}.{names.get(stem, 'layer_output_scale')}.weight"
+        numbers = tensor.numpy()
+        if kind != "F32" and numbers.ndim == 2 and numbers.shape[1] % 32 == 0:
+            made = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(theirs, gguf.quants.quantize(numbers, made), raw_dtype=made)
+        else:
+            writer.add_tensor(theirs, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def float_model():
+    """Whose rotary embeddings are those of published models, and whose sizes are whole blocks."""
+    return target_like("gemma4_text", rope_parameters=None).float()
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@torch.no_grad()
+def test_a_file_is_read_as_its_folder(tmp_path, float_model, kind):
+    model = random_assistant(float_model, sizes=dict(hidden_size=32, intermediate_size=64)).float()
+    model.save_pretrained(tmp_path / "a")
+    write_file(tmp_path / "a.gguf", model, kind)
+    assert kind_in(tmp_path / "a.gguf") == "assistant"
+    text, found = random_tokens(40, 2), []
+    for source in (tmp_path / "a", tmp_path / "a.gguf"):
+        dec = Decoder(float_model, heads=source)
+        levels, cache, sampler = levels_behind(dec, text)
+        with dec.target.patched():
+            dec.target.prefill(text[:-2], cache)
+            [seen] = dec.target.forward([TokenTree(text[-2])], [cache])
+            cache.keep([0])
+            levels.follow(seen, [0], text[-1:])
+            found.append(drafted_levels(levels, levels.state_behind(cache, sampler), sampler, 2))
+    for of_folder, of_file in zip(*found, strict=True):
+        scores = [torch.tensor([score for _, score in sorted(level.rows[0])]) for level in (of_folder, of_file)]
+        assert torch.allclose(*(one.log_softmax(-1) for one in scores), atol=1e-3 if kind == "F32" else 0.2)
+        if kind != "F32":
+            break  # what was drafted may be another token
+    quantised = any(isinstance(one, QuantisedLinear) for one in dec.heads["assistant"].modules())
+    assert quantised == (kind != "F32" and native.available())
+    plain = dec.generate(text, 20, "ar", SAMPLED)
+    assert dec.generate(text, 20, "medusa", SAMPLED, TREE).token_ids == plain.token_ids
+
+
+def test_bad_files_are_refused_in_a_sentence(tmp_path, float_model):
+    model = random_assistant(float_model)
+    write_file(tmp_path / "a.gguf", model, embedding_length_out=None)
+    with pytest.raises(ValueError, match=r"a\.gguf has no gemma4-assistant\.embedding_length_out"):
+        decoder.load_heads(tmp_path / "a.gguf")
+    write_file(tmp_path / "b.gguf", model, feed_forward_length=48)
+    with pytest.raises(ValueError, match=r"the assistant in .*b\.gguf has shape"):
+        decoder.load_heads(tmp_path / "b.gguf")
+    write_file(tmp_path / "c.gguf", model)
+    with pytest.raises(ValueError, match=r"c\.gguf cannot be used: it is an assistant"):
+        decoder.load(tmp_path / "c.gguf")

@@ -140,7 +140,8 @@ class Drafting(nn.Module):
     def check_finite(self) -> None:
         """Raise ValueError if a parameter is not finite, for instance because it is too large for the dtype."""
         for name, tensor in self.named_parameters():
-            refuse_not_finite(name, tensor, self._where)
+            if tensor.dtype != torch.uint8:  # matrices of a file's formats, which were looked at when they were read
+                refuse_not_finite(name, tensor, self._where)
 
 
 class DraftHeads(Drafting):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decoder.assistant.checkpoint import is_assistant, read_assistant
+from decoder.assistant.gguf import is_assistant_file, read_assistant_of_file
 from decoder.assistant.model import KIND as ASSISTANT
 from decoder.assistant.model import AssistantModel
 from decoder.dflash.checkpoint import is_dflash, read_dflash
@@ -34,7 +35,7 @@ KINDS = (*LINEAR_KINDS, EAGLE3, DFLASH, ASSISTANT, MTP)
 def kind_in(folder: str | os.PathLike) -> str | None:
     """The kind of the heads in a folder or GGUF file; None where there are none that are known."""
     if is_gguf(folder):
-        return MTP if usable_in_file(Path(folder)) else None
+        return ASSISTANT if is_assistant_file(Path(folder)) else MTP if usable_in_file(Path(folder)) else None
     try:
         config = read_json(Path(folder) / CONFIG)
     except (OSError, ValueError):
@@ -68,7 +69,7 @@ def load_heads(source: str | os.PathLike, **from_hub: Any) -> Heads:
         ValueError: the contents are not heads of a known format.
     """
     if is_gguf(source):
-        return read_mtp_of_file(Path(source))
+        return (read_assistant_of_file if is_assistant_file(Path(source)) else read_mtp_of_file)(Path(source))
     folder = local_folder(str(source), **from_hub)
     config = read_json(folder / CONFIG)
     kinds = ((is_eagle3, read_draft_model), (is_dflash, read_dflash), (is_assistant, read_assistant))

@@ -33,8 +33,9 @@ def read_assistant(folder: Path, config: Mapping[str, Any], source: str) -> Assi
     """
     try:
         parsed = AutoConfig.for_model(**config)
+        clusters = (parsed.num_centroids, parsed.centroid_intermediate_top_k) if parsed.use_ordered_embeddings else None
         with torch.device("meta"):
-            model = AssistantModel(parsed)
+            model = AssistantModel(parsed.get_text_config(), parsed.backbone_hidden_size, clusters)
     except Exception as error:
         # Which types transformers raises for a field that it does not take differs from field to field.
         told = f"no or an unknown {error}" if isinstance(error, KeyError) else str(error).strip().splitlines()[-1]
@@ -43,15 +44,18 @@ def read_assistant(folder: Path, config: Mapping[str, Any], source: str) -> Assi
     embeddings = tensors.pop("embed_tokens.weight", None)
     if embeddings is not None:
         tensors.setdefault("lm_head.weight", embeddings)
+    expected = {name: one for name, one in model.state_dict().items() if name != DRAFT_TO_TARGET}
+    refuse_misfits(tensors, expected, f"the assistant in {folder}")
     load(model, tensors, folder)
     model.source = source
     return model
 
 
 def load(model: AssistantModel, tensors: Mapping[str, torch.Tensor], place: Path) -> None:
-    """Give a model the tensors that were found at ``place``. Raises ValueError as `read_assistant` does."""
-    expected = {name: one for name, one in model.state_dict().items() if name != DRAFT_TO_TARGET}
-    refuse_misfits(tensors, expected, f"the assistant in {place}")
+    """Give a model the tensors that were found at ``place``, whose names and shapes are right.
+
+    Raises ValueError if they are no finite numbers.
+    """
     own = dict(tensors)
     if _ORDERING in own:
         ordering = own.pop(_ORDERING).long()
@@ -59,5 +63,5 @@ def load(model: AssistantModel, tensors: Mapping[str, torch.Tensor], place: Path
             raise ValueError(f"{_ORDERING} of the assistant in {place} does not name each token once")
     for name, tensor in own.items():
         refuse_not_finite(name, tensor, f" in {place}")
-    model.load_state_dict(own | ({_ORDERING: ordering} if _ORDERING in tensors else {}), assign=True)
+    model.load_state_dict(own | ({_ORDERING: ordering} if _ORDERING in tensors else {}), assign=True, strict=False)
     model.requires_grad_(False)

@@ -50,7 +50,9 @@ class AssistantModel(Drafting):
     clusters of the vocabulary alone.
 
     Args:
-        config: transformers' ``Gemma4AssistantConfig``, or that of Gemma 4 "unified".
+        config: of its layers, as of a small Gemma 4.
+        hidden_size: of the model that it is for.
+        clusters: into how many the vocabulary is cut, and how many of these a level looks at; None looks at all tokens.
 
     Attributes:
         layer_kinds: what each layer attends to.
@@ -60,10 +62,10 @@ class AssistantModel(Drafting):
     kind: ClassVar[str] = KIND
     conditioned: ClassVar[bool] = True
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self, config: PreTrainedConfig, hidden_size: int, clusters: tuple[int, int] | None = None):
         super().__init__()
-        self.config: Any = deepcopy(config.get_text_config())
-        self.hidden_size: int = config.backbone_hidden_size
+        self.config: Any = deepcopy(config)
+        self.hidden_size = hidden_size
         # A model all of whose layers share the keys of others is refused by some of transformers' releases. What theirs
         # would be made with is taken away.
         self.config.num_kv_shared_layers = 0
@@ -80,10 +82,9 @@ class AssistantModel(Drafting):
         self.drafted: int = self.config.vocab_size
         # Of a head of which some rows are wanted no packed copy is made.
         self.lm_head: nn.Linear | nn.Embedding
-        if config.use_ordered_embeddings:
-            sizes = config.num_centroids, config.centroid_intermediate_top_k
-            self.masked_embedding = _Clusters(own, self.config.vocab_size, *sizes)
-            self.drafted = self.config.vocab_size // sizes[0] * sizes[1]
+        if clusters is not None:
+            self.masked_embedding = _Clusters(own, self.config.vocab_size, *clusters)
+            self.drafted = self.config.vocab_size // clusters[0] * clusters[1]
             self.lm_head = nn.Embedding(self.config.vocab_size, own)
         else:
             self.lm_head = nn.Linear(own, self.config.vocab_size, bias=False)
@@ -130,7 +131,7 @@ class AssistantModel(Drafting):
             positions: of the newest token of each row's text, int64 [n].
             attend: attention to the text.
         """
-        dtype = self.pre_projection.weight.dtype
+        dtype = self.norm.weight.dtype  # matrices may be in a file's format
         hidden = self.pre_projection(torch.cat((embedding.to(dtype), state.to(dtype)), -1))
         for name, kind, layer in zip(self.config.layer_types, self.layer_kinds, self.layers, strict=True):
             own: Any = layer

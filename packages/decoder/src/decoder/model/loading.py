@@ -24,13 +24,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from decoder.checks import meant_beside
 from decoder.model import gguf
 from decoder.model.architectures import refuse_unsupported
+from decoder.model.gguf.architectures import architecture_of
 from decoder.model.gguf.config import read_config as gguf_config
 from decoder.model.gguf.quantised import holds_quantised, quantised_model
 from decoder.model.gguf.tokenizer import read_tokenizer as gguf_tokenizer
 from decoder.model.gguf.weights import check_shapes
 from decoder.model.gguf.weights import state_dict as gguf_weights
 from decoder.model.mxfp4 import has_mxfp4, keeps_mxfp4, read_mxfp4
-from decoder.model.options import passed_over, refuse_written
+from decoder.model.options import NO_MODEL, passed_over, refuse_written
 from decoder.model.wrapped import language_config, reading_alone
 from decoder.model.yarn import stretch, take_one_set
 
@@ -100,7 +101,11 @@ def read_config(source: str | os.PathLike, yarn: float | None = None, **from_hub
     with _usable(source):
         refuse_written(_written(source))
     if gguf.is_gguf(source):
-        config = gguf_config(gguf.open_checked(source))
+        file = gguf.open_checked(source)
+        with _usable(source):
+            if architecture_of(file).drafts:
+                raise ValueError(NO_MODEL)
+        config = gguf_config(file)
     else:
         config = language_config(_own_config(source, **from_hub))
     with _usable(source):

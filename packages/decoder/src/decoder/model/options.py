@@ -15,6 +15,7 @@ from decoder.model.looked_at import LookedAt, looked_at
 
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """transformers' names of drafters that are published beside a model, in the form of one."""
+NO_MODEL = "it is an assistant, which drafts for a Gemma 4 model: give that one, and this as its heads"
 _ACTIVATION = re.compile(r"(^|_)(act|activation|act_fn|activation_function)$")
 _SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 # By model type what its modules know of an option, where they take anything else for one of these.
@@ -177,7 +178,7 @@ def refuse_written(written: Mapping[str, Any]) -> None:
     whose text part alone would pass for a model.
     """
     if written.get("model_type") in ASSISTANTS:
-        raise ValueError("it is an assistant, which drafts for a Gemma 4 model: give that one, and this as its heads")
+        raise ValueError(NO_MODEL)
     inside = written.get("text_config")
     for part in (written, inside if isinstance(inside, Mapping) else {}):
         name = part.get("model_type", "it")

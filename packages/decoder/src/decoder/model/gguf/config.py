@@ -51,7 +51,8 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
         values |= architecture.extra(file, architecture)
     _check_layers(file, values["num_hidden_layers"])
     # Layers that predict further tokens stand behind the others.
-    values["num_hidden_layers"] -= size_of(file, "nextn_predict_layers") or 0
+    predicting = size_of(file, "nextn_predict_layers") or 0
+    values["num_hidden_layers"] -= 0 if architecture.drafts else predicting
     try:
         # What the file does not say is the architecture's default, but for tokens and what only some models have.
         none = [name for name in values if name.endswith("_token_id") or name in ("sliding_window", "q_lora_rank")]

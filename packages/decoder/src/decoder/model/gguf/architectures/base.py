@@ -40,6 +40,7 @@ class Architecture:
         by_layer: sizes that may be lists by layer, which ``extra`` reads.
         lists: names of tensors outside of layers that hold several matrices -> the list of these in the model.
         unused: whether a layer of a configuration has no use for a tensor of this name, which files may have.
+        drafts: whether it is no model by itself, and all of its layers predict further tokens of another one.
     """
 
     model_type: str
@@ -53,6 +54,7 @@ class Architecture:
     by_layer: tuple[str, ...] = ()
     lists: dict[str, str] = field(default_factory=dict)
     unused: Callable[[PreTrainedConfig, int, str], bool] = lambda config, layer, name: False
+    drafts: bool = False
 
     def parameter(self, layer: str | None, name: str) -> str | None:
         """The name of the parameter of a tensor, whose name is without that of its ``layer``; None if unknown."""

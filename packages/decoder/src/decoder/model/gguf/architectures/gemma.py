@@ -153,6 +153,12 @@ def _gemma4(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
     return values
 
 
+def _gemma4_assistant(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
+    """Its layers look at keys and values of the model that it drafts for, whose hidden size it knows."""
+    found = _gemma4(file, architecture)
+    return found | {"attention_k_eq_v": False, "backbone_hidden_size": needed_size(file, "embedding_length_out")}
+
+
 def _gemma4_rotary(file: GgufFile, head_size: int | None) -> dict[str, Any]:
     """A part of each head turns in full layers: the file divides the angles of the rest by a number without end."""
     local = {"rope_type": "default", "rope_theta": value_of(file, "rope.freq_base_swa", float, 10000.0)}
@@ -243,6 +249,21 @@ GEMMA = {
         rotary=_gemma4_rotary,
         by_layer=("attention.head_count_kv", "feed_forward_length"),
         unused=_shares_keys,
+    ),
+    "gemma4-assistant": Architecture(
+        "gemma4_text",
+        _LAYER | {"attn_q_norm": "self_attn.q_norm", "layer_output_scale.weight": "layer_scalar"},
+        _gemma4_assistant,
+        layers="layers",
+        outside={
+            "token_embd": "lm_head",
+            "output_norm": "norm",
+            "nextn.pre_projection": "pre_projection",
+            "nextn.post_projection": "post_projection",
+        },
+        rotary=_gemma4_rotary,
+        by_layer=("attention.head_count_kv", "feed_forward_length"),
+        drafts=True,
     ),
 }
 """By llama.cpp's names."""
