@@ -8,7 +8,9 @@ import torch
 from decoder import Decoder, SamplingParams
 from decoder.backends.base import Chain, PassBatch, Tree
 from decoder.backends.native.backend import NATIVE as NATIVE_BACKEND
+from decoder.backends.native.state_updates import _state_update, quicker
 from decoder.backends.reference.backend import Reference
+from decoder.backends.reference.mixers import mixers_of
 from decoder.cache.full import FullCache
 from decoder.cache.streaming import RecentCache
 from decoder.sampling.token_tree import TokenTree
@@ -178,6 +180,35 @@ def test_a_layer_that_is_another_one_runs_through_its_module(change):
     assert dec.target.backend.name == NATIVE_BACKEND and dec.target.backend.whole is None
     greedy = SamplingParams(temperature=0)
     assert dec.generate(prompt, 12, "suffix", greedy).token_ids == transformers_text(model, prompt, 12)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@torch.inference_mode()
+def test_a_step_of_mamba2_is_that_of_transformers(gated):
+    theirs = pytest.importorskip("transformers.models.bamba.modeling_bamba").mamba2_selective_state_update
+    heads, size, states, groups = 6, 5, 7, 2
+    state = torch.randn(1, heads, size, states)
+    x, given, z = (torch.randn(1, heads, size) for _ in range(3))
+    of_heads, decays = torch.randn(1, heads, 1), -torch.rand(heads)
+    arguments = [x, of_heads.expand(-1, -1, size), decays[:, None, None].expand(-1, size, states)]
+    arguments += [torch.randn(1, groups, states) for _ in range(2)] + [torch.randn(heads)[:, None].expand(-1, size)]
+    named = dict(dt_bias=torch.randn(heads)[:, None].expand(-1, size), dt_softplus=True, z=z if gated else None)
+    ours, other = state.clone(), state.clone()
+    found = _state_update(None, ours, *arguments, **named)  # transformers' own is not asked
+    assert torch.allclose(found, theirs(other, *arguments, **named), atol=1e-5) and torch.allclose(
+        ours, other, atol=1e-5
+    )
+    arguments[1] = given  # a step of its own for each number of a head
+    kept = state.clone()
+    assert torch.equal(_state_update(theirs, kept, *arguments, **named), theirs(state, *arguments, **named))
+
+
+def test_the_users_own_step_is_run():
+    model_type, overrides = ALL["granitemoehybrid"]
+    mixer = mixers_of(list(tiny(model_type, torch.float32, **overrides).modules()))[0]
+    assert quicker(mixer) != mixer.forward
+    mixer.forward = lambda *given: None
+    assert quicker(mixer) is mixer.forward
 
 
 BY_MODULES = ["granitemoehybrid", "falcon_h1", "minimax", "kimi_linear", "zamba2", "olmo_hybrid", "lfm2_moe"]

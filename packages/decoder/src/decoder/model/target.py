@@ -120,7 +120,8 @@ class Target:
         """What its layers see and keep of a sequence."""
         probed = probe(self, self.reference)
         self.logit_scale, self.layout = probed.logit_scale, probed.layout
-        self.layout.side_by_side = probed.latent
+        # Recorded passes know each buffer by itself.
+        self.layout.side_by_side = probed.latent and self.device.type == "cpu"
         """What the model multiplies its logits by."""
         self.attention_shapes = probed.shapes
         """By kind of layer, of what shape its attention is."""

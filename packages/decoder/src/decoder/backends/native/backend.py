@@ -29,6 +29,7 @@ from decoder.backends.native.levels import NativeLevels, native_levels
 from decoder.backends.native.native_attention import NewTokens
 from decoder.backends.native.packed_linear import Linear, Packed, joined, packed_by, packing
 from decoder.backends.native.quantised import QuantisedEmbedding
+from decoder.backends.native.state_updates import quicker
 from decoder.backends.native.whole_model import WholeModel, asked_alike
 from decoder.backends.norms import fused_norms
 from decoder.backends.reference.mixers import token_by_token
@@ -100,7 +101,7 @@ class NativeBackend(PassBackend):
         forwards |= shared.forwards(forwards)
         if not whole:
             # Each token from the state behind its parent, by itself, so that its bits follow from its sequence alone.
-            forwards |= token_by_token(target.mixers)
+            forwards |= token_by_token(target.mixers, quicker)
         called = {module: forward for module, forward in forwards.items() if module in set(outside)}
         self.whole = WholeModel(target.decoder, target.dtype, target.layout, target.asked) if whole else None
         self._layout = target.layout if self.whole is None else self.whole.layout

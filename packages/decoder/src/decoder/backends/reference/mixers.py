@@ -37,9 +37,11 @@ def leaves_state(kind: type) -> bool:
     return any(_LEAVING & set(function.__code__.co_names) for function in functions)
 
 
-def token_by_token(mixers: Sequence[nn.Module]) -> Forwards:
-    """The forwards of a model's recurrent layers for passes over our caches."""
-    return {mixer: _forward(mixer, index) for index, mixer in enumerate(mixers)}
+def token_by_token(
+    mixers: Sequence[nn.Module], of: Callable[[nn.Module], Callable] = lambda mixer: mixer.forward
+) -> Forwards:
+    """The forwards of a model's recurrent layers for passes over our caches; ``of`` gives what runs one token."""
+    return {mixer: _forward(mixer, of(mixer), index) for index, mixer in enumerate(mixers)}
 
 
 def has_two_forms(mixer: nn.Module) -> bool:
@@ -52,8 +54,8 @@ def has_two_forms(mixer: nn.Module) -> bool:
     return low > 0 or high < math.inf
 
 
-def _forward(mixer: nn.Module, index: int) -> Callable:
-    forward = partial(_run, mixer, mixer.forward, index, has_two_forms(mixer))
+def _forward(mixer: nn.Module, own: Callable, index: int) -> Callable:
+    forward = partial(_run, mixer, own, index, has_two_forms(mixer))
     # A forward of the user's own is what is run for each token.
     forward.over = mixer.__dict__.get("forward")  # type: ignore[attr-defined]
     return forward
