@@ -111,10 +111,14 @@ def test_a_matrix_that_the_library_does_not_take_is_left_to_the_model():
     expected = transformers_text(model, random_tokens(30, 8), 12)
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj.__class__ = Own
-    dec = Decoder(model)
+    dec, seen = Decoder(model), []
     assert not dec.bitwise and "kv_b_proj (Own)" in dec.report()
     greedy = SamplingParams(temperature=0)
     assert dec.generate(random_tokens(30, 8), 12, "ar", greedy).token_ids == expected
+    hooked = made("glm4_moe_lite, 32")
+    hooked.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda *given: seen.append(len(given)))
+    dec, before = Decoder(hooked), len(seen)
+    assert dec.generate(random_tokens(30, 8), 12, "ar", greedy).token_ids == expected and len(seen) > before + 11
 
 
 @pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])

@@ -178,6 +178,8 @@ def test_a_layer_that_is_another_one_runs_through_its_module(change):
     change(model)
     dec, prompt = Decoder(model), random_tokens(30, 1)
     assert dec.target.backend.name == NATIVE_BACKEND and dec.target.backend.whole is None
+    # Its attention gates by a sigmoid of PyTorch's, which has other bits for other numbers of rows.
+    assert not dec.bitwise and "calls PyTorch's sigmoid" in dec.report()
     greedy = SamplingParams(temperature=0)
     assert dec.generate(prompt, 12, "suffix", greedy).token_ids == transformers_text(model, prompt, 12)
 

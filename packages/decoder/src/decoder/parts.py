@@ -8,6 +8,7 @@ What a name is stands where it is defined.
 # ruff: noqa: F401
 
 from decoder.arguments import check_arguments
+from decoder.assistant.model import AssistantModel
 from decoder.backends.memory import available_memory
 from decoder.backends.native import library as native
 from decoder.backends.transfers import download

@@ -38,7 +38,8 @@ def read_assistant(folder: Path, config: Mapping[str, Any], source: str) -> Assi
             model = AssistantModel(parsed.get_text_config(), parsed.backbone_hidden_size, clusters)
     except Exception as error:
         # Which types transformers raises for a field that it does not take differs from field to field.
-        told = f"no or an unknown {error}" if isinstance(error, KeyError) else str(error).strip().splitlines()[-1]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        told = f"no or an unknown {error}" if isinstance(error, KeyError) else lines[-1]
         raise ValueError(f"{folder / CONFIG} is not of an assistant that can be read: {told}") from error
     tensors = read_weights(folder)
     embeddings = tensors.pop("embed_tokens.weight", None)

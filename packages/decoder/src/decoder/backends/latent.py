@@ -4,15 +4,12 @@ from typing import Any, Protocol
 
 import torch
 
-COMPRESSED_KEYS = "compressed keys"
-"""In words, what models with such layers have."""
-
 
 class Compressed(Protocol):
     """Attention to compressed keys as they are kept: queries are compressed, too, and what they give is restored."""
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
-        """As `for_latents`."""
+        """Queries [1, H, T, D] for what is kept, [1, H, T, rank + rotary size], as `for_latents` gives them."""
 
     def entries(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys [B, 1, n, rank + rotary size] and values [B, 1, n, rank] of what a layer keeps in their place."""

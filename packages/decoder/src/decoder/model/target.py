@@ -24,7 +24,6 @@ from decoder.backends.bitwise import Bitwise, BitwiseSetting
 from decoder.backends.choose import BITWISE, FLATTENED, TESTS, Chosen, Finding, choosing
 from decoder.backends.forwards import replaced, structure_of, under_autocast
 from decoder.backends.kept_tests import take
-from decoder.backends.latent import COMPRESSED_KEYS
 from decoder.backends.modules import standing_for, tempered
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.probe import probe
@@ -120,15 +119,17 @@ class Target:
         """What its layers see and keep of a sequence."""
         probed = probe(self, self.reference)
         self.logit_scale, self.layout = probed.logit_scale, probed.layout
+        """What the model multiplies its logits by."""
+        self.keeps_compressed = probed.latent
+        """Whether layers keep compressed keys."""
         # Recorded passes know each buffer by itself.
         self.layout.side_by_side = probed.latent and self.device.type == "cpu"
-        """What the model multiplies its logits by."""
         self.attention_shapes = probed.shapes
         """By kind of layer, of what shape its attention is."""
         self.asked = probed.asked
         """By layer, what it asks its attention for."""
         self._state_bytes = probed.state_bytes
-        self.more_than_attention = "recurrent layers" if self.mixers else COMPRESSED_KEYS if probed.latent else None
+        self.more_than_attention = "recurrent layers" if self.mixers else "compressed keys" if probed.latent else None
         """In words, what the model has beside attention over its keys and values; None if it has nothing."""
         asked = [self.more_than_attention, *(scores.more_than_causal for scores in probed.asked.values())]
         self.more_than_causal = next((words for words in asked if words), None)

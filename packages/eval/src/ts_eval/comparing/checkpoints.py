@@ -12,7 +12,7 @@ def refuse_missing(what: str, path: str | None, holding: str | None = "config.js
     """Refuse at once, and offline, what is no folder with that file, no GGUF file of a model and no hub id."""
     if not path:
         return
-    if holding and is_gguf(path):
+    if (holding or what == "heads") and is_gguf(path):
         open_checked(path)
         return
     if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):

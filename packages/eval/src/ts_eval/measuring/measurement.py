@@ -24,6 +24,7 @@ from tqdm import tqdm
 import decoder
 from decoder.heads import Heads
 from decoder.parts import (
+    AssistantModel,
     DFlashDraftModel,
     DraftLayer,
     DraftLayerCache,
@@ -204,6 +205,8 @@ class Measurement:
             level = self._layer_level(dec, heads, vocabulary, hidden)
         elif isinstance(heads, DFlashDraftModel):
             level = self._block(dec, heads, vocabulary, hidden)
+        elif isinstance(heads, AssistantModel):
+            level = self._assistant_level(dec, heads, hidden)
         else:
             assert isinstance(heads, decoder.DraftHeads)
             linear = heads
@@ -234,6 +237,26 @@ class Measurement:
         def level() -> None:
             embedding = dec.target.embed(self.prompt[-1:])
             vocabulary.logits(layer.advance(state, embedding, position, attending)[1])
+
+        return level
+
+    def _assistant_level(
+        self, dec: "decoder.Decoder", model: AssistantModel, hidden: torch.Tensor
+    ) -> Callable[[], None]:
+        """A level of an assistant behind as many keys and values as the prompt has tokens, or as its windows see."""
+        seen: dict[object, list[torch.Tensor]] = {}
+        for kind, shape in dec.target.attention_shapes.items():
+            length = len(self.prompt) - kind.first_seen(len(self.prompt))
+            seen[kind] = [hidden.new_zeros(shape.kv_heads, length, size) for size in (shape.dim, shape.value_dim)]
+        positions = torch.tensor([len(self.prompt)], device=hidden.device)
+
+        def attending(kind: object, query: torch.Tensor, scaling: float) -> torch.Tensor:
+            keys, values = seen[kind]
+            return attend(query, keys, values, scaling=scaling)
+
+        def level() -> None:
+            state, embedding = dec.target.norm(hidden.view(1, -1)), dec.target.embed(self.prompt[-1:])
+            model.candidates(model.advance(state, embedding, positions, attending)[1])
 
         return level
 

@@ -6,6 +6,7 @@ GELU, in float32), so the bits of a row would depend on the rows beside it and o
 other code for numbers that do not stand side by side.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ _VECTORS = 64  # numbers that its loops take at a time, at most: two vectors of 
 _KINDS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()}
 
 _GATED = ("Lfm2MLP", "Lfm2MoeMLP")
+_BY_PLACE = ("sigmoid", "silu", "gelu", "softplus")
 
 
 class Activation:
@@ -54,6 +56,14 @@ def activations(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
         elif type(module).__name__ in _GATED and not is_changed(module):
             found[module] = partial(_gated, module)
     return found
+
+
+def calls_by_place(module: nn.Module) -> str | None:
+    """The function of `_BY_PLACE` that an attention layer's own forward calls; None where it calls none."""
+    if not type(module).__name__.endswith("Attention") or "forward" in vars(module):
+        return None
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return next((name for name in _BY_PLACE if code is not None and name in code.co_names), None)
 
 
 def _gated(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,10 @@ from decoder.backends import bitwise_check
 from decoder.backends.base import FREE, Chain, Forwards, PassBackend, PassBatch, PassOutput, PassRule
 from decoder.backends.faults import fault_of
 from decoder.backends.forwards import replaced, under_autocast
-from decoder.backends.latent import COMPRESSED_KEYS
 from decoder.backends.modules import ModulePass, cache_of, ids_of, one_sequence_at_a_time
 from decoder.backends.native import library as native
 from decoder.backends.native import native_attention
-from decoder.backends.native.activations import activations
+from decoder.backends.native.activations import activations, calls_by_place
 from decoder.backends.native.compressed import expanding, packing_expansions
 from decoder.backends.native.eligible import runs_as_a_whole
 from decoder.backends.native.experts import PackedRouter, packing_experts
@@ -71,7 +70,7 @@ class NativeBackend(PassBackend):
     def unavailable(target: "Target") -> str | None:
         """Why the library does not run a model; None if it does."""
         shapes = target.attention_shapes_now
-        if target.more_than_attention == COMPRESSED_KEYS:
+        if target.keeps_compressed:
             # A key is what is kept in place of key and value, and a value the first part of it.
             shapes = [one._replace(dim=one.dim + one.value_dim, value_dim=one.dim) for one in shapes]
         faults = [native_attention.unavailable(shape, target.device) for shape in shapes]
@@ -161,6 +160,8 @@ class NativeBackend(PassBackend):
                     within |= {*module.modules()}  # of which nothing else is called
                 if isinstance(module, nn.Embedding | QuantisedEmbedding | DraftHead) or module in within:
                     continue
+                if self.whole is None and (called := calls_by_place(module)):
+                    return f"{name} ({type(module).__name__}) calls PyTorch's {called}, whose bits depend on other rows"
                 weights = any(own is not None and own.ndim > 1 for own in module._parameters.values())
                 if weights and packed is None:
                     return f"the native library does not multiply {name} ({type(module).__name__})"

@@ -6,18 +6,20 @@ is that of rows, sent through the other matrix (DeepSeek-V2, arXiv 2405.04434, s
 whole text in a pass.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
+from decoder.backends.base import BackendFault
 from decoder.backends.forwards import is_changed
 from decoder.backends.latent import is_latent
+from decoder.backends.memory import available_memory
 from decoder.backends.native import library as native
-from decoder.backends.native.packed_linear import PackedCopy, fingerprint_of, packable, renewed
-from decoder.backends.native.packed_weight import NativeWeight, pack
+from decoder.backends.native.packed_linear import SHARE, PackedCopy, fingerprint_of, packable, renewed
+from decoder.backends.native.packed_weight import Fp32Weight, NativeWeight, bf16_holds
 from decoder.backends.native.quantised import QuantisedLinear
 from decoder.backends.native.structures import PackedWeight
 from decoder.work import Progress, Work
@@ -35,7 +37,7 @@ class _ByHead(NamedTuple):
     def of(cls, weights: Iterable[torch.Tensor]) -> "_ByHead":
         """Of matrices [H, out, in]: float32 ones where some are no bfloat16 numbers, since one call takes one kind."""
         joined = torch.stack(list(weights))
-        kind = type(pack([joined.flatten(0, 1)], [None]))
+        kind = NativeWeight if bf16_holds(joined.flatten(0, 1)) else Fp32Weight
         each = [kind(weight.contiguous(), None) for weight in joined]
         return cls(each, (PackedWeight * len(each))(*(one.product for one in each)))
 
@@ -87,7 +89,7 @@ class PackedExpansion(PackedCopy):
             del layer.expand_kv
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """That of ``kv_b_proj``, where something else calls it."""
+        """That of ``kv_b_proj`` by PyTorch, where something beside attention calls it, as ranking keys does."""
         weight = self._layer.kv_b_proj
         return type(weight).forward(weight, x)
 
@@ -119,16 +121,25 @@ _packed: WeakKeyDictionary[nn.Module, PackedExpansion] = WeakKeyDictionary()
 
 
 def expanding(modules: Iterable[Any]) -> list[Any]:
-    """The attention layers that keep compressed keys whose matrix the library multiplies."""
+    """The attention layers that keep compressed keys, if their ``kv_b_proj`` is one that the library can multiply."""
     latent = [module for module in modules if is_latent(module) and not is_changed(module)]
+    latent = [module for module in latent if not is_changed(module.kv_b_proj)]
     return [module for module in latent if packable(module.kv_b_proj) and module.kv_b_proj.bias is None]
 
 
-def packing_expansions(layers: Iterable[Any]) -> Work[dict[nn.Module, Callable]]:
-    """Forwards for layers that `expanding` gave and for the matrices that they hold by head."""
+def packing_expansions(layers: Sequence[Any]) -> Work[dict[nn.Module, Callable]]:
+    """Forwards for layers that `expanding` gave and for the matrices that they hold by head.
+
+    Raises:
+        BackendFault: the copies would take more than half of the available memory.
+    """
+    matrices = [layer.kv_b_proj for layer in layers if layer not in _packed]
+    new = sum(one.out_features * one.in_features * torch.float32.itemsize for one in matrices)
+    if new > SHARE * available_memory(torch.device("cpu")):
+        raise BackendFault("there is no memory for a copy by head of the matrices that expand keys and values")
     found: dict[nn.Module, Callable] = {}
-    for layer in layers:
+    for number, layer in enumerate(layers, start=1):
         packed = renewed(_packed, layer, PackedExpansion)
         found[layer], found[layer.kv_b_proj] = packed.forward, packed.product
-        yield Progress(_EACH, _EACH)
+        yield Progress(_EACH, _EACH * (len(layers) - number))
     return found

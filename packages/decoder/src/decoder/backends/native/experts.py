@@ -116,14 +116,15 @@ class PackedRouter(PackedCopy):
 
         LFM2's layers hand over ``expert_bias`` [E], their correction.
         """
+        structure = self.structure
         if expert_bias is not None:
-            self.correction = expert_bias.detach().float().contiguous()
-            self.structure.correction = self.correction.data_ptr()
+            correction = expert_bias.detach().float().contiguous()
+            structure = Experts(**{**self.settings, "correction": correction.data_ptr()})
         x = hidden.reshape(-1, hidden.shape[-1]).to(self.held.dtype).contiguous()
-        logits, weights = floats(len(x), self.structure.count), floats(len(x), self.structure.used)
-        ids = torch.empty(len(x), self.structure.used, dtype=torch.int64, device="cpu")
+        logits, weights = floats(len(x), structure.count), floats(len(x), structure.used)
+        ids = torch.empty(len(x), structure.used, dtype=torch.int64, device="cpu")
         at = (one.data_ptr() for one in (logits, ids, weights))
-        given, is_bf16 = byref(self.structure), x.dtype == torch.bfloat16
+        given, is_bf16 = byref(structure), x.dtype == torch.bfloat16
         native.library().route(given, x.data_ptr(), len(x), *at, is_bf16, native.threads())
         return logits.to(self._dtypes[0]), weights.to(self._dtypes[1]), ids
 
@@ -233,6 +234,8 @@ def block_of(module: nn.Module) -> Block | None:
     gate = parts.pop("shared_expert_gate", None)
     if router is None or experts is None or parts or not are_experts(experts) or not _chooses(router):
         return None
+    if _handed(router):  # which only its own forward is given
+        return None
     if shared is not None:
         names = {*(f"{name}_proj" for name in PARTS), "act_fn"}
         alike = shared._modules.keys() == names and type(shared.act_fn) is type(getattr(experts, "act_fn", None))
@@ -270,8 +273,9 @@ def are_experts(module: Any) -> bool:
     )
 
 
-# By class, since a trial takes a moment.
-_known: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+# By class and by what changes how one chooses, since a trial takes a moment.
+_known: WeakKeyDictionary[type, dict[tuple, bool]] = WeakKeyDictionary()
+_CHOICES = ("num_group", "topk_group", "norm_topk_prob", "norm_min", "routed_scaling_factor", "use_expert_bias")
 
 
 def _chooses(module: nn.Module) -> bool:
@@ -279,20 +283,29 @@ def _chooses(module: nn.Module) -> bool:
     # Routers of one class may be told to choose groups first.
     if not kind.__name__.lower().endswith("topkrouter") or getattr(module, "topk_method", "greedy") != "greedy":
         return False
-    if kind not in _known:
-        _known[kind] = chooses_alike(module)
-    return _known[kind]
+    if not _within_limits(module):
+        return False
+    known, choices = _known.setdefault(kind, {}), tuple(getattr(module, name, None) for name in _CHOICES)
+    if choices not in known:
+        known[choices] = chooses_alike(module)
+    return known[choices]
+
+
+def _within_limits(module: Any) -> bool:
+    """Whether a router's sizes and weights are some that the library takes."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2 or not weight.is_cpu or weight.dtype not in _DTYPES:
+        return False
+    count, groups = len(weight), getattr(module, "num_group", None) or 1
+    return 1 <= getattr(module, "top_k", 0) <= count <= MOST_EXPERTS and 1 <= groups <= MOST_GROUPS
 
 
 @torch.inference_mode()
 def chooses_alike(module: Any) -> bool:
     """Whether a router chooses experts as the library does, by a trial in float32."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2 or not weight.is_cpu or weight.dtype not in _DTYPES:
+    if not _within_limits(module):
         return False
-    count, groups = len(weight), getattr(module, "num_group", None) or 1
-    if not 1 <= getattr(module, "top_k", 0) <= count <= MOST_EXPERTS or not 1 <= groups <= MOST_GROUPS:
-        return False
+    weight, count = module.weight, len(module.weight)
     own, handed = copy.deepcopy(module).float(), _handed(module)
     x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0)) / weight.shape[1] ** 0.5
 

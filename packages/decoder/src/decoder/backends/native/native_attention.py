@@ -103,10 +103,14 @@ def native_attention(
         sequence.first = 0 if scores.kind == FULL else own.position - key.shape[2] + own.tokens
         sequence.mask = None if own.mask is None else own.mask.data_ptr()
     tokens, _, dim = heads.shape
-    if dim > MOST_CODED_DIM and any(isinstance(one, Codes) for one in keys):
-        raise ValueError(f"codes are attended to in heads of at most {MOST_CODED_DIM} numbers, and these have {dim}")
     (key, _), (value, _) = (each[0] for each in entries)
     value_dim = value.shape[3]
+    if max(dim, value_dim) > MOST_DIM:
+        raise ValueError(
+            f"heads of at most {MOST_DIM} numbers can be attended to, and these have {max(dim, value_dim)}"
+        )
+    if dim > MOST_CODED_DIM and any(isinstance(one, Codes) for one in keys):
+        raise ValueError(f"codes are attended to in heads of at most {MOST_CODED_DIM} numbers, and these have {dim}")
     out = heads.new_empty(tokens, query_heads * value_dim)
     asked, _held = settings(scores)
     call = Attention(

@@ -89,12 +89,12 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None])
     weight = weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
     given = [bias.detach() for bias in biases if bias is not None]
     bias = torch.cat(given) if given else None
-    if not _bf16_holds(weight):
+    if not bf16_holds(weight):
         return Fp32Weight(weight, bias)
     return NativeWeight(weight, bias)
 
 
-def _bf16_holds(weight: torch.Tensor) -> bool:
+def bf16_holds(weight: torch.Tensor) -> bool:
     """Whether all numbers of a matrix are bfloat16 numbers."""
     if weight.dtype == torch.bfloat16:
         return True

@@ -3,9 +3,9 @@
 What a head forgets in a step is one number. transformers computes it for each number of the head's state.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,9 +18,13 @@ _NAME = "mamba2_selective_state_update"
 
 
 def quicker(mixer: nn.Module) -> Callable:
-    """The forward of a recurrent layer; of one that is transformers' own and calls that function, with ours instead."""
-    # What is around it moves weights for accelerate's hooks.
-    function: Any = inspect.unwrap(type(mixer).forward)
+    """The forward of a recurrent layer; of one that is transformers' own and calls that function, with ours instead.
+
+    Ours is for float32, where what is forgotten is one number a head; the rest is left to theirs.
+    """
+    function: Any = type(mixer).forward
+    if "transformers" in Path(function.__code__.co_filename).parts:  # what is around it moves weights for hooks alone
+        function = getattr(function, "__wrapped__", function)
     plain = isinstance(function, FunctionType) and function.__closure__ is None and _NAME in function.__code__.co_names
     if "forward" in vars(mixer) or not plain or any(hasattr(own, "_hf_hook") for own in mixer.modules()):
         return mixer.forward

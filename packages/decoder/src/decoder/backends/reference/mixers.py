@@ -14,6 +14,7 @@ from torch import nn
 
 from decoder.backends.base import Forwards
 from decoder.backends.forwards import replaced
+from decoder.backends.native.quantised import QuantisedLinear
 from decoder.cache.base import LayeredCache
 from decoder.cache.flattened import FlattenedCaches
 from decoder.cache.recurrent import MixerState, NodeStates, OneStateCache
@@ -74,7 +75,7 @@ class _Products:
     """
 
     def __init__(self, mixer: nn.Module, hidden: torch.Tensor):
-        linear = [one for one in mixer.modules() if isinstance(one, nn.Linear) and not _hooked(one)]
+        linear = [one for one in mixer.modules() if isinstance(one, nn.Linear | QuantisedLinear) and not _hooked(one)]
         self._own: dict[nn.Module, Callable] = {one: one.forward for one in linear} if hidden.shape[1] > 1 else {}
         self._hidden, self._token, self._row = hidden, 0, hidden
         self._computed: dict[nn.Module, torch.Tensor] = {}
@@ -100,7 +101,8 @@ class _Products:
                 self._computed[linear] = self._own[linear](self._hidden)
             return self._computed[linear][:, self._token : self._token + 1]
         deferred = linear is self._last and x.shape[:-1] == (1, 1)
-        out = x.new_empty(1, 1, len(linear.get_parameter("weight"))) if deferred else self._own[linear](x)
+        assert isinstance(linear, nn.Linear | QuantisedLinear)
+        out = x.new_empty(1, 1, linear.out_features) if deferred else self._own[linear](x)
         self._called.append((linear, x, out))
         return out
 

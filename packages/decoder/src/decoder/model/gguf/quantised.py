@@ -78,7 +78,7 @@ def _keep_experts(
     names = {name: f"{path}.{name}" for name in model.get_submodule(path)._parameters}
     gated = "gate_up_proj" in names
     tensors = (*given[names["gate_up_proj" if gated else "up_proj"]].tensors, *given[names["down_proj"]].tensors)
-    if any(_kind_of(file, name) is None for name in tensors):
+    if any(_kind_of(file, name) is None for name in tensors) or (not gated and "down_proj_bias" in names):
         return
     of_parts = PARTS if gated else (PARTS[0], PARTS[-1])
     # Gates and what they gate may be one tensor, one behind the other.
@@ -86,7 +86,7 @@ def _keep_experts(
     each = [own for name, count in zip(tensors, counts, strict=True) for own in _matrices(file, name, count)]
     matrices = dict(zip(of_parts, each, strict=True))
     biases: dict[str, torch.Tensor] = {}
-    if "down_proj_bias" in names:
+    if gated and "down_proj_bias" in names:
         of_biases = (*given[names["gate_up_proj_bias"]].tensors, *given[names["down_proj_bias"]].tensors)
         biases = {
             part: parameter(file, Source((name,)), torch.float32) for part, name in zip(PARTS, of_biases, strict=True)

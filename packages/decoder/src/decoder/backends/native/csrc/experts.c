@@ -152,7 +152,10 @@ static Group group_of(const Experts *e, const void *x, int64_t rows, const Room 
 INLINE vec activated(const Experts *e, vec gate, vec up) {
     if (e->activation == SILU) return silu(gate) * up;
     if (e->activation == GELU) return gelu(gate) * up;
-    if (e->activation == SQUARED) return larger(splat(0), gate) * gate; // what is no number stays so
+    if (e->activation == SQUARED) {
+        const vec above = larger(splat(0), gate); // what is no number stays so
+        return above * above;
+    }
     gate = -larger(-gate, splat(-e->limit));
     up = -larger(-larger(up, splat(-e->limit)), splat(-e->limit));
     return (up + 1) * gated_by(gate, gate * e->alpha);
