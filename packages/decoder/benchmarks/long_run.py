@@ -272,6 +272,7 @@ def main() -> None:
         different = [name for name, row in report["methods"].items() if row["first_difference"] is not None]
         print(f"{target}: {'; '.join(cells)}; {'all equal' if not different else f'{different} differ'}", flush=True)
     report = summary(methods, arguments)
+    (arguments.output / "long_run.json").write_text(json.dumps(report, indent=2) + "\n")
     draw(report, arguments.prompt_tokens, arguments.output / "long_run.png")
     for method in methods:
         row = report["methods"][method.name]
