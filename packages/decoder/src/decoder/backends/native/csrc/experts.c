@@ -80,15 +80,16 @@ static void choose_experts(const Experts *e, const float *logits, int32_t *ids, 
     const int64_t count = e->count, used = e->used;
     const int shares = e->scoring == SOFTMAX && e->correction; // of all experts, which are corrected then
     float scores[MOST_EXPERTS], chosen[MOST_EXPERTS], total = 0;
+    if (count < 1) return; // compilers must see that there are scores
     for (int64_t i = 0; i < count; i += LANES) {
         const vec given = load(logits, i, 0, count - i);
         store(scores, i, 0, e->scoring == SIGMOID ? gated_by(splat(1), given) : given, count - i);
     }
     if (shares) {
-        float largest = scores[0];
-        for (int64_t i = 1; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
-        const float all = exponentials(scores, count, largest, scores);
-        for (int64_t i = 0; i < count; i++) scores[i] /= all;
+        float largest = -INFINITY;
+        for (int64_t i = 0; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
+        const float all = exponentials(scores, count, largest, chosen);
+        for (int64_t i = 0; i < count; i++) scores[i] = chosen[i] / all;
     }
     for (int64_t i = 0; i < count; i++) chosen[i] = scores[i] + (e->correction ? e->correction[i] : 0);
     if (e->groups > 1) keep_groups(e, chosen);
