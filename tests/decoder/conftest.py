@@ -2,10 +2,12 @@
 
 import io
 import itertools
+import json
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import decoder.__main__ as command
@@ -218,6 +220,28 @@ def drafted_levels(heads, state, sampler, count, own_level=False):
     wanted = LevelsWanted(heads, state, sampler, count, own_level, lambda levels, seconds: found.append(levels))
     fill_together([wanted])
     return found[0]
+
+
+def tensors_damaged(change):
+    """What changes the tensors of a checkpoint's folder."""
+
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+def config_damaged(**changes):
+    """What changes the configuration of a checkpoint's folder, and takes away its tensors, which are not looked at."""
+
+    def damage(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        (folder / "model.safetensors").unlink()
+
+    return damage
 
 
 def take(rule, tree, logits, sampler, ends=lambda token: False):

@@ -7,7 +7,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma4TextConfig
 
 import decoder
@@ -24,7 +23,15 @@ from decoder.heads_beside import heads_beside
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 
-from .conftest import VOCAB, assert_preempted_as_alone, drafted_levels, random_tokens, tiny_llama
+from .conftest import (
+    VOCAB,
+    assert_preempted_as_alone,
+    config_damaged,
+    drafted_levels,
+    random_tokens,
+    tensors_damaged,
+    tiny_llama,
+)
 from .test_families import tiny
 from .test_windows import FAMILIES
 
@@ -279,37 +286,22 @@ def test_a_folder_is_recognised(tmp_path, shared_model, model_type):
     assert Decoder(shared_model, heads={"assistant": folder}).heads.keys() == {"assistant"}
 
 
-def _tensors(change):
-    def damage(folder):
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
-
-
-def _config(**changes):
-    def damage(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-        (folder / "model.safetensors").unlink()  # it is not looked at
-
-    return damage
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_tensors(lambda found: found.pop("pre_projection.weight")), "lack tensors: pre_projection.weight$"),
-        (_tensors(lambda found: found.update(strange=torch.ones(1))), "extra tensors: strange$"),
-        (_tensors(lambda found: found["model.norm.weight"].fill_(torch.nan)), "finite"),
-        (_tensors(lambda found: found["masked_embedding.token_ordering"].fill_(3)), "does not name each token once$"),
+        (tensors_damaged(lambda found: found.pop("pre_projection.weight")), "lack tensors: pre_projection.weight$"),
+        (tensors_damaged(lambda found: found.update(strange=torch.ones(1))), "extra tensors: strange$"),
+        (tensors_damaged(lambda found: found["model.norm.weight"].fill_(torch.nan)), "finite"),
+        (
+            tensors_damaged(lambda found: found["masked_embedding.token_ordering"].fill_(3)),
+            "each token once$",
+        ),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"cut"), "whole safetensors"),
         (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors"),
-        (_config(num_centroids=7), "48 tokens cannot be told apart by the best 2 of 7 centroids"),
-        (_config(centroid_intermediate_top_k=9), "best 9 of 6"),
-        (_config(backbone_hidden_size="32"), "backbone_hidden_size"),
-        (_config(text_config=None), "not of an assistant that can be read"),
+        (config_damaged(num_centroids=7), "48 tokens cannot be told apart by the best 2 of 7 centroids"),
+        (config_damaged(centroid_intermediate_top_k=9), "best 9 of 6"),
+        (config_damaged(backbone_hidden_size="32"), "backbone_hidden_size"),
+        (config_damaged(text_config=None), "not of an assistant that can be read"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_in_a_sentence(tmp_path, shared_model, damage, words):

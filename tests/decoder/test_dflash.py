@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn.functional import silu
 from transformers import Qwen3Config
 
@@ -21,7 +21,16 @@ from decoder.drafters.tuning.verify_costs import VerifyCosts
 from decoder.heads import kind_in
 from decoder.sampling.sampler import Sampler
 
-from .conftest import VOCAB, assert_preempted_as_alone, drafted_levels, random_heads, random_tokens, tiny_llama
+from .conftest import (
+    VOCAB,
+    assert_preempted_as_alone,
+    config_damaged,
+    drafted_levels,
+    random_heads,
+    random_tokens,
+    tensors_damaged,
+    tiny_llama,
+)
 from .test_families import tiny
 
 IDS, LAYERS, BLOCK, MASK = [0, 2], (1, 3), 6, 47
@@ -303,50 +312,32 @@ def test_a_folder_is_recognised(tmp_path, target_model, layout, causal):
     assert Decoder(target_model, heads={"dflash": tmp_path}).heads.keys() == {"dflash"}
 
 
-def _tensors(change):
-    def damage(folder):
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-
-    return damage
-
-
-def _config(**changes):
-    def damage(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-        (folder / "model.safetensors").unlink()  # it is not looked at
-
-    return damage
-
-
 def _fields(**changes):
-    return _config(dflash_config={"mask_token_id": MASK, "target_layer_ids": IDS, **changes})
+    return config_damaged(dflash_config={"mask_token_id": MASK, "target_layer_ids": IDS, **changes})
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_tensors(lambda found: found.pop("norm.weight")), "lack tensors: norm.weight$"),
-        (_tensors(lambda found: found.update(strange=torch.ones(1))), "extra tensors: strange$"),
-        (_tensors(lambda found: found.update({"fc.weight": torch.ones(32, 96)})), r"\[32, 96\], not \[32, 64\]"),
-        (_tensors(lambda found: found["fc.weight"].fill_(torch.nan)), "finite"),
+        (tensors_damaged(lambda found: found.pop("norm.weight")), "lack tensors: norm.weight$"),
+        (tensors_damaged(lambda found: found.update(strange=torch.ones(1))), "extra tensors: strange$"),
+        (tensors_damaged(lambda found: found.update({"fc.weight": torch.ones(32, 96)})), r"\[32, 96\], not \[32, 64\]"),
+        (tensors_damaged(lambda found: found["fc.weight"].fill_(torch.nan)), "finite"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"cut"), "whole safetensors"),
         (_fields(target_layer_ids=[2, 0]), r"must ascend from 0 on, and are \[3, 1\]"),
         (_fields(mask_token_id=VOCAB), f"one of {VOCAB} tokens, got {VOCAB}"),
         (_fields(mask_token_id=None), "got None"),
         (_fields(projector_type="domino"), "its projector_type is domino"),
         (_fields(selector_rank=256), "its selector_rank is 256"),
-        (_config(block_size=1), "block_size must be an integer from 2"),
-        (_config(dflash_config={}), "unknown 'target_layer_ids'"),
-        (_config(hidden_act="relu"), "relu"),
-        (_config(layer_types=["sliding_attention"] * 2), "no sliding_window"),
-        (_config(num_hidden_layers=3), "2 layers of 3"),
-        (_config(hidden_size="32"), "hidden_size must be an integer of at least 1, got '32'"),
-        (_config(num_key_value_heads=3), "cannot share"),
-        (_config(rope_parameters={"rope_type": "strange"}), "unknown .strange."),
-        (_config(transformer_layer_config=None), "not of a draft model that can be read"),
+        (config_damaged(block_size=1), "block_size must be an integer from 2"),
+        (config_damaged(dflash_config={}), "unknown 'target_layer_ids'"),
+        (config_damaged(hidden_act="relu"), "relu"),
+        (config_damaged(layer_types=["sliding_attention"] * 2), "no sliding_window"),
+        (config_damaged(num_hidden_layers=3), "2 layers of 3"),
+        (config_damaged(hidden_size="32"), "hidden_size must be an integer of at least 1, got '32'"),
+        (config_damaged(num_key_value_heads=3), "cannot share"),
+        (config_damaged(rope_parameters={"rope_type": "strange"}), "unknown .strange."),
+        (config_damaged(transformer_layer_config=None), "not of a draft model that can be read"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_in_a_sentence(tmp_path, damage, words):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from decoder.assistant.model import AssistantModel
-from decoder.draft_heads import DRAFT_TO_TARGET, refuse_not_finite
+from decoder.draft_heads import refuse_not_finite
 from decoder.eagle3.checkpoint import read_weights
 from decoder.heads_files import CONFIG, refuse_misfits
 from decoder.model.options import ASSISTANTS
@@ -45,8 +45,7 @@ def read_assistant(folder: Path, config: Mapping[str, Any], source: str) -> Assi
     embeddings = tensors.pop("embed_tokens.weight", None)
     if embeddings is not None:
         tensors.setdefault("lm_head.weight", embeddings)
-    expected = {name: one for name, one in model.state_dict().items() if name != DRAFT_TO_TARGET}
-    refuse_misfits(tensors, expected, f"the assistant in {folder}")
+    refuse_misfits(tensors, model.state_dict(), f"the assistant in {folder}")
     load(model, tensors, folder)
     model.source = source
     return model

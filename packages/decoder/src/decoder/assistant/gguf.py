@@ -8,7 +8,6 @@ from torch import nn
 from decoder.assistant.checkpoint import load
 from decoder.assistant.model import AssistantModel
 from decoder.backends.native.quantised import QuantisedLinear, QuantisedMatrix, weight_formats
-from decoder.draft_heads import DRAFT_TO_TARGET
 from decoder.heads_files import refuse_misfits
 from decoder.model.gguf import GgufFile, open_checked
 from decoder.model.gguf.architectures import architecture_of
@@ -39,9 +38,8 @@ def read_assistant_of_file(path: Path) -> AssistantModel:
     with torch.device("meta"):
         model = AssistantModel(config, config.backbone_hidden_size)
     names = _names(file)
-    expected = {name: one for name, one in model.state_dict().items() if name != DRAFT_TO_TARGET}
     shapes = {ours: torch.empty(file.tensors[name].shape, device="meta") for ours, name in names.items()}
-    refuse_misfits(shapes, expected, f"the assistant in {path}")
+    refuse_misfits(shapes, model.state_dict(), f"the assistant in {path}")
     for ours, name in list(names.items()):
         place, _, leaf = ours.rpartition(".")
         kind = weight_formats().get(file.tensors[name].format.number)

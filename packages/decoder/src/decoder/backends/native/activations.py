@@ -60,7 +60,7 @@ def activations(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable]:
 
 def calls_by_place(module: nn.Module) -> str | None:
     """The function of `_BY_PLACE` that an attention layer's own forward calls; None where it calls none."""
-    if not type(module).__name__.endswith("Attention") or "forward" in vars(module):
+    if not type(module).__name__.endswith("Attention"):
         return None
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return next((name for name in _BY_PLACE if code is not None and name in code.co_names), None)
