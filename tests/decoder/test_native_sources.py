@@ -59,7 +59,8 @@ echo "$*" > "$2"
         ("x86_64-linux-gnu", "nothing", ("avx512bf16", "avx512", "avxvnni", "avx2")),
         ("x86_64-pc-linux-gnu", "-mavx512bf16", ("avx512", "avxvnni", "avx2")),
         ("x86_64-linux-gnu", "-mavxvnni", ("avx512bf16", "avx512", "avx2")),
-        ("aarch64-linux-gnu", "nothing", ("neon", "generic")),
+        ("aarch64-linux-gnu", "nothing", ("i8mm", "neon", "generic")),
+        ("aarch64-unknown-linux-gnu", "+i8mm", ("neon", "generic")),
     ],
 )
 def test_a_package_has_the_instruction_sets_of_its_compilers_machine(triple, refuses, sets, tmp_path):

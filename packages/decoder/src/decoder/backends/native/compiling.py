@@ -1,7 +1,7 @@
 """Compiling the native library, for this machine or for another one.
 
     python -m decoder.backends.native.compiling library.so
-    python -m decoder.backends.native.compiling --compiler aarch64-linux-gnu-gcc --sets neon,generic library.so
+    python -m decoder.backends.native.compiling --compiler aarch64-linux-gnu-gcc --sets i8mm,neon,generic library.so
 
 The files of `csrc/` are compiled once for each instruction set that the library is to have, and it takes the fastest
 one that the processor has. It needs threads of POSIX. This module imports nothing but Python's own, so
@@ -59,12 +59,13 @@ INSTRUCTION_SETS = {
     "avx512": _x86("avx512", *_AVX2, *_AVX512, "avx512_vnni"),
     "avxvnni": _x86("avxvnni", *_AVX2, "avx_vnni"),
     "avx2": _x86("avx2", *_AVX2),
+    "i8mm": InstructionSet("i8mm", ("-march=armv8.2-a+dotprod+i8mm",), frozenset(("asimd", "asimddp", "i8mm"))),
     "neon": InstructionSet("neon", ("-march=armv8.2-a+dotprod",), frozenset(("asimd", "asimddp"))),
     "generic": InstructionSet("generic", (), frozenset()),
 }
 """By name, the fastest first."""
 
-OF_MACHINE = {"x86_64": ("avx512bf16", "avx512", "avxvnni", "avx2"), "aarch64": ("neon", "generic")}
+OF_MACHINE = {"x86_64": ("avx512bf16", "avx512", "avxvnni", "avx2"), "aarch64": ("i8mm", "neon", "generic")}
 """The sets of a kind of machine, as `platform.machine` names it. The generic one is too slow where it must compute what
 an instruction does elsewhere: a product and a sum that are rounded once."""
 

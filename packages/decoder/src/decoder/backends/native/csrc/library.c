@@ -32,7 +32,9 @@ SETS
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #define FOUND_neon (getauxval(AT_HWCAP) >> 20 & 1) // dotprod
+#define FOUND_i8mm (FOUND_neon && getauxval(AT_HWCAP2) >> 13 & 1)
 #else
+#define FOUND_i8mm 0
 #define FOUND_neon 1
 #endif
 #define FOUND_generic 1
