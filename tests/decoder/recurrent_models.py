@@ -155,6 +155,7 @@ LATENTS = {
     ),
 }
 ALL = {**RECURRENT, **LATENTS}
+GRANITE = dict(embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.3)
 # Those that the native library runs as a whole: of ALL or another, with what differs, and the dtype.
 NATIVE = {
     "qwen3_5_text, 32": ("qwen3_5_text", {}, torch.float32),
@@ -163,7 +164,17 @@ NATIVE = {
     "qwen3_5_moe_text, 32": ("qwen3_5_moe_text", {}, torch.float32),
     "bamba, 32": ("bamba", {}, torch.float32),
     "lfm2, 16": ("lfm2", dict(conv_bias=True), torch.bfloat16),
+    "lfm2_moe, 32": ("lfm2_moe", {}, torch.float32),
+    # As the dense ones of Granite 4 are, which rotate nothing.
+    "granitemoehybrid, 32": (
+        "granitemoehybrid",
+        dict(GRANITE, num_local_experts=0, num_experts=0, position_embedding_type="nope"),
+        torch.float32,
+    ),
+    "granitemoehybrid, 16": ("granitemoehybrid", GRANITE, torch.bfloat16),
 }
+OFTEN = ["qwen3_5_text, 32", "qwen3_next, 16", "lfm2_moe, 32", "granitemoehybrid, 32"]
+"""Those of them that all tests run; the others are run by some."""
 
 
 def made(name, **overrides):
@@ -175,4 +186,4 @@ def made(name, **overrides):
     return tiny(model_type, dtype, **{**own, **more, **overrides})
 
 
-__all__ = ["ALL", "LATENT", "LATENTS", "NATIVE", "RECURRENT", "SHAPE", "made"]
+__all__ = ["ALL", "LATENT", "LATENTS", "NATIVE", "OFTEN", "RECURRENT", "SHAPE", "made"]

@@ -54,7 +54,7 @@ FAMILIES = {
     "olmoe": ("olmoe", EXPERTS),
     "flex_olmo": ("flex_olmo", EXPERTS),
     "phimoe": ("phimoe", dict(EXPERTS, sliding_window=None)),
-    "granitemoe": ("granitemoe", dict(EXPERTS, logits_scaling=3.0)),
+    "granitemoe": ("granitemoe", dict(EXPERTS, logits_scaling=3.0, residual_multiplier=0.4)),
     "glm4_moe": ("glm4_moe", dict(ROUTED, head_dim=8)),
     "phi": ("phi", {}),
     "phi3": ("phi3", dict(sliding_window=None)),

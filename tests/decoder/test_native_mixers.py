@@ -16,15 +16,15 @@ from decoder.cache.streaming import RecentCache
 from decoder.sampling.token_tree import TokenTree
 from decoder.work import finish
 
-from .conftest import VOCAB, random_heads, random_tokens, tiny_llama, transformers_text
-from .recurrent_models import ALL, NATIVE, made
+from .conftest import VOCAB, random_heads, random_tokens, some, tiny_llama, transformers_text
+from .recurrent_models import ALL, NATIVE, OFTEN, made
 from .test_families import tiny
 
 pytestmark = pytest.mark.usefixtures("with_native")
 TEXT = 160
 
 
-@pytest.fixture(scope="module", params=NATIVE)
+@pytest.fixture(scope="module", params=some(NATIVE, OFTEN))
 def target(request):
     return Decoder(made(request.param), prefix_cache_bytes=0).target
 
@@ -213,7 +213,7 @@ def test_the_users_own_step_is_run():
     assert quicker(mixer) is mixer.forward
 
 
-BY_MODULES = ["granitemoehybrid", "falcon_h1", "minimax", "kimi_linear", "zamba2", "olmo_hybrid", "lfm2_moe"]
+BY_MODULES = ["falcon_h1", "minimax", "kimi_linear", "zamba2", "olmo_hybrid"]
 
 
 @pytest.mark.parametrize("name", BY_MODULES)

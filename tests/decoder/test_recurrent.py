@@ -17,7 +17,7 @@ from decoder.model.loading import read_config
 from decoder.sampling.token_tree import TokenTree
 
 from .conftest import assert_preempted_as_alone, random_heads, random_tokens, some, transformers_text
-from .recurrent_models import ALL, LATENTS, NATIVE, RECURRENT, made
+from .recurrent_models import ALL, LATENTS, NATIVE, OFTEN, RECURRENT, made
 
 NARROW = TokenSwiftOptions(tree=(1, 2, 1), ngrams=3, budget=24, sink=4)
 METHODS = ["tokenswift", "medusa", "magicdec", "prompt-lookup", "auto", "draft-model", "triforce"]
@@ -61,7 +61,7 @@ def test_long_greedy_texts_of_all_methods_are_transformers_own(name, decoders):
         )
 
 
-@pytest.mark.parametrize("name", [*some(ALL, OF_ALL), *NATIVE])
+@pytest.mark.parametrize("name", some([*ALL, *NATIVE], [*OF_ALL, *OFTEN]))
 def test_every_method_equals_ar_when_sampling(name, decoders):
     dec, prompt = decoders(name), random_tokens(40, 3)
     sampling = SamplingParams(seed=3, min_p=0.02, repetition_penalty=1.2, penalty_window=16)
@@ -110,7 +110,7 @@ def test_snapkv_ranks_compressed_keys(decoders):
     assert dec.generate(prompt, 16, "magicdec", sampling, options).token_ids == expected
 
 
-@pytest.mark.parametrize("name", [*some(ALL, OF_ALL), *NATIVE])
+@pytest.mark.parametrize("name", some([*ALL, *NATIVE], [*OF_ALL, *OFTEN]))
 def test_drafts_from_the_whole_text_are_right_every_time(name, decoders):
     """The draft pass goes on from the text's own states, and from those of what it has drafted."""
     options = TokenSwiftOptions(tree=(1, 1, 1, 1), budget=100)
@@ -118,7 +118,9 @@ def test_drafts_from_the_whole_text_are_right_every_time(name, decoders):
     assert out.stats.steps == 20 // 5
 
 
-@pytest.mark.parametrize("name", some([*RECURRENT, *NATIVE], ["qwen3_next", "qwen3_5_text, 16", "bamba, 32"]))
+@pytest.mark.parametrize(
+    "name", some([*RECURRENT, *NATIVE], ["qwen3_next", "qwen3_5_text, 16", "granitemoehybrid, 32"])
+)
 def test_a_draft_model_with_states_takes_back_what_the_text_did_not_go_on_with(name, decoders, monkeypatch):
     """Its own drafts are right every time, so it stands where the text does in each step, and reads nothing again."""
     gone_back, rewind = [], FullCache.rewind
@@ -137,7 +139,7 @@ def test_a_draft_model_with_states_takes_back_what_the_text_did_not_go_on_with(n
     assert min(gone_back) >= len(prompt) - 1
 
 
-@pytest.mark.parametrize("name", [*some(ALL, ["lfm2", "deepseek_v3"]), *NATIVE])
+@pytest.mark.parametrize("name", some([*ALL, *NATIVE], ["lfm2", "deepseek_v3", *OFTEN]))
 def test_batches_are_single_runs(name, decoders):
     dec, prompts = decoders(name), [random_tokens(count, count) for count in (5, 33, 18)]
     params = [SamplingParams(seed=seed, min_p=0.02) for seed in range(3)]
@@ -150,7 +152,11 @@ def test_batches_are_single_runs(name, decoders):
 
 
 @pytest.mark.parametrize(
-    "name", some([*ALL, *NATIVE], ["qwen3_next", "minimax", "kimi_linear", "qwen3_next, 16", "lfm2, 16"])
+    "name",
+    some(
+        [*ALL, *NATIVE],
+        ["qwen3_next", "minimax", "kimi_linear", "qwen3_next, 16", "lfm2_moe, 32", "granitemoehybrid, 32"],
+    ),
 )
 def test_reused_prefixes_and_resumed_texts_are_fresh_ones(name, decoders):
     fresh, prompt = decoders(name), random_tokens(60, 6)
@@ -176,7 +182,7 @@ def test_reused_prefixes_and_resumed_texts_are_fresh_ones(name, decoders):
     assert out.token_ids == fresh.generate(other, 10, "ar", sampling).token_ids
 
 
-@pytest.mark.parametrize("name", some([*ALL, *NATIVE], ["nemotron_h", "qwen3_5_text, 32", "lfm2, 16"]))
+@pytest.mark.parametrize("name", some([*ALL, *NATIVE], ["nemotron_h", "qwen3_5_text, 32", "granitemoehybrid, 32"]))
 def test_preempted_texts_go_on_as_if_they_had_not_been(name, monkeypatch):
     positions = 96
     model = made(name, max_position_embeddings=positions)

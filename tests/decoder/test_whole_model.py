@@ -18,8 +18,8 @@ from .test_windows import FAMILIES as WINDOWED
 
 RECURRENT = {name: (ALL[family][0], {**ALL[family][1], **more}) for name, (family, more, _) in NATIVE.items()}
 FAMILIES = {**OTHERS, **{f"{name}, windows": own for name, own in WINDOWED.items()}, **RECURRENT}
-EXPERTS = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
-WHOLE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *EXPERTS)
+EXPERTS = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "granitemoe")
+WHOLE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "granite", *EXPERTS)
 WHOLE_FAMILIES = [name for name in FAMILIES if FAMILIES[name][0] in WHOLE or name in RECURRENT]
 
 

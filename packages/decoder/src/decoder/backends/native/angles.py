@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from decoder.backends.forwards import is_changed
+from decoder.backends.memory import floats
 
 _FIRST = 512  # positions, for which the table has room to begin with
 
@@ -26,7 +27,7 @@ class AngleTable:
     time: with SmolLM2-135M on two cores, verifications took a third more time.
 
     Args:
-        rotary: the module, ``rotary_emb`` of the model.
+        rotary: the module, ``rotary_emb`` of the model; None where nothing is rotated.
         types: by kind of layer the type that the module wants to be told; empty if it wants none.
         kinds: how many kinds of layers there are.
         turned: how many numbers of a head are rotated.
@@ -40,6 +41,9 @@ class AngleTable:
 
     def at(self, positions: torch.Tensor) -> list[Angles]:
         """By kind of layer the angles of ``positions``, int64 [T] on the CPU."""
+        if self._rotary is None:
+            nothing = floats(len(positions), 0)
+            return [Angles(nothing, nothing)] * self._kinds
         if is_changed(self._rotary):  # something of the user's wants to be called
             found = self._computed(positions)
             return found if self._types else found * self._kinds

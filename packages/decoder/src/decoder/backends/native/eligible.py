@@ -16,7 +16,7 @@ from decoder.backends.attention import not_known
 from decoder.backends.forwards import is_changed
 from decoder.backends.native import library as native
 from decoder.backends.native.experts import ACTIVATIONS
-from decoder.backends.native.families import LayerParts, family_of, parts_of
+from decoder.backends.native.families import LayerParts, family_of, parts_of, rotary_of
 from decoder.backends.native.mixers import knows
 from decoder.backends.native.packed_linear import Linear, packable
 from decoder.backends.native.quantised import QuantisedEmbedding, QuantisedLinear
@@ -52,11 +52,13 @@ def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype, kinds: Sequence[
     mixers = [parts.mixer for parts in map(parts_of, layers) if parts.mixer is not None]
     alike = len({mixer.shape for mixer in mixers}) <= 1
     shapes = {(attention.head_dim, attention.scaling) for attention in attending}
-    return alike and len(shapes) == 1 and turned_by(decoder.rotary_emb, attending[0].head_dim) is not None
+    return alike and len(shapes) == 1 and turned_by(rotary_of(decoder), attending[0].head_dim) is not None
 
 
 def turned_by(rotary: Any, dim: int) -> int | None:
     """How many of the ``dim`` numbers of a head are rotated, if it is the same everywhere."""
+    if rotary is None:
+        return 0
     named = rotary.named_buffers()
     sizes = {2 * len(own) for name, own in named if name.endswith("inv_freq") and "original" not in name}
     return None if len(sizes) > 1 else min(sizes, default=dim)
@@ -75,7 +77,9 @@ def known_layer(layer: Any, dtype: torch.dtype, kind: LayerKind = FULL) -> bool:
     parts = LayerParts(layer, family)
     if not parts.complete:
         return False
-    if not (_known_experts(parts, dtype) if "experts" in parts.mlp._modules else _known_mlp(parts)):
+    if parts.experts is not None and not _known_experts(parts, dtype):
+        return False
+    if parts.mlp is not None and not _known_mlp(parts):
         return False
     # An eps of its own for each norm would need another kernel.
     norms = list(parts.norms.values())
@@ -95,18 +99,21 @@ def _norms_in(norm: Any, dtype: torch.dtype) -> bool:
 
 def _known_mlp(parts: LayerParts) -> bool:
     """Whether a layer has one gated product behind attention."""
-    gate = parts.mlp._modules.get(parts.family.mlp_parts[0])
+    names, activation = parts.family.mlp_parts, parts.family.activation
+    if parts.mlp._modules.keys() - {activation} != set(names):
+        return False
+    readers: list[Any] = [getattr(parts.mlp, name) for name in names[:-1]]
+    waits = "norm_behind_attention" in parts.norms or parts.residual != 1
     return (
-        parts.mlp._modules.keys() - {"act_fn"} == set(parts.family.mlp_parts)
-        and type(getattr(parts.mlp, "act_fn", nn.SiLU())).__name__ in ACTIVATIONS
-        # Where gate and up are to stand, rows wait for the norm behind attention.
-        and ("norm_behind_attention" not in parts.norms or 2 * gate.out_features >= gate.in_features)
+        type(getattr(parts.mlp, activation, nn.SiLU())).__name__ in ACTIVATIONS
+        # Where gate and up are to stand, rows wait to be changed and added.
+        and (not waits or sum(one.out_features for one in readers) >= readers[0].in_features)
     )
 
 
 def _known_experts(parts: LayerParts, dtype: torch.dtype) -> bool:
     """Whether a layer has a block of experts of these families, all in ``dtype``."""
-    block = parts.block if family_of(parts.mlp, "SparseMoeBlock", "MoE", "MLP") else None
+    block = parts.block if family_of(parts.experts, "SparseMoeBlock", "MoE", "MLP") else None
     return block is not None and block.dtypes == {dtype}
 
 

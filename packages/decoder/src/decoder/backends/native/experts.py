@@ -95,7 +95,7 @@ class PackedRouter(PackedCopy):
         grouped = correction is not None
         if "moe_statics" in given._modules:  # ERNIE's, which corrects what a softmax gives
             correction = given.moe_statics.e_score_correction_bias.view(-1)
-        self.correction = None if correction is None else correction.detach().float().contiguous()
+        self.correction = None if correction is None else _numbers(correction)
         self.settings = dict(
             count=len(given.weight),
             used=given.top_k,
@@ -118,7 +118,7 @@ class PackedRouter(PackedCopy):
         """
         structure = self.structure
         if expert_bias is not None:
-            correction = expert_bias.detach().float().contiguous()
+            correction = _numbers(expert_bias)
             structure = Experts(**{**self.settings, "correction": correction.data_ptr()})
         x = hidden.reshape(-1, hidden.shape[-1]).to(self.held.dtype).contiguous()
         logits, weights = floats(len(x), structure.count), floats(len(x), structure.used)
@@ -137,12 +137,14 @@ class Block(NamedTuple):
         experts: the experts.
         shared: the one that all tokens go through, if there is one.
         gate: a layer of one output, whose sigmoid that one's outputs are multiplied by, if there is one.
+        correction: what the router is handed to add to scores for choosing alone, [E]; None where it has its own.
     """
 
     router: nn.Module
     experts: nn.Module
     shared: nn.Module | None = None
     gate: Linear | None = None
+    correction: torch.Tensor | None = None
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -172,11 +174,13 @@ class PackedBlock(Packed):
         weights = [product.held for group in block.groups if (product := joined(group)) is not None]
         shared = [Expert(*(one.product for one in weights[:3]))] if block.shared is not None else []
         more = {} if block.gate is None else {"shared_gate": weights[-1].product}
+        correction = router.correction if block.correction is None else _numbers(block.correction)
+        settings = {**router.settings, "correction": None if correction is None else correction.data_ptr()}
         # Others may pack the same modules again, and the library reads this memory.
-        self._experts, self._held = experts.held, (router.held, router.correction, weights)
+        self._experts, self._held = experts.held, (router.held, correction, weights)
         listed = [*self._experts.experts(), *shared]
         self.structure = Experts(
-            (Expert * len(listed))(*listed), shared=len(shared), **router.settings, **self._experts.gating, **more
+            (Expert * len(listed))(*listed), shared=len(shared), **settings, **self._experts.gating, **more
         )
         self.kind = experts.kind
 
@@ -234,7 +238,8 @@ def block_of(module: nn.Module) -> Block | None:
     gate = parts.pop("shared_expert_gate", None)
     if router is None or experts is None or parts or not are_experts(experts) or not _chooses(router):
         return None
-    if _handed(router):  # which only its own forward is given
+    correction = module._buffers.get("expert_bias")
+    if bool(_handed(router)) != (correction is not None):
         return None
     if shared is not None:
         names = {*(f"{name}_proj" for name in PARTS), "act_fn"}
@@ -246,7 +251,12 @@ def block_of(module: nn.Module) -> Block | None:
         return None
     if gate is not None and (shared is None or not packable(gate) or gate.out_features != 1):
         return None
-    return Block(router, experts, shared, cast(Linear | None, gate))
+    return Block(router, experts, shared, cast(Linear | None, gate), correction)
+
+
+def _numbers(correction: torch.Tensor) -> torch.Tensor:
+    """A correction as the library reads it."""
+    return correction.detach().float().contiguous()
 
 
 def are_experts(module: Any) -> bool:

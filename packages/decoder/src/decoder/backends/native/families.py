@@ -26,20 +26,36 @@ class Family(NamedTuple):
         prefix: of its classes.
         norms: by its name in a layer, what a norm is called in the library's `Layer`.
         mixer: the name of what stands in place of attention in some layers.
-        mlp, mlp_parts: of the gated unit, and of gate, up and down in it.
+        mlp, mlp_parts: of the gated unit, and of gate, up and down in it, or of gate and up in one and down.
+        activation: of its gate's module, if it has one.
+        beside: of the experts, where there are some beside such a unit.
         out, head_norms: of the last product of attention, and of the norms of queries and keys.
         gated: whether each query has a gate behind it.
+        rotary: the name of what gives the model's angles.
     """
 
     prefix: str
     norms: Mapping[str, str] = _PRE_NORM
     mixer: str = ""
     mlp: str = "mlp"
-    mlp_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    activation: str = "act_fn"
+    beside: str = ""
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     gated: bool = False
+    rotary: str = "rotary_emb"
 
+
+_LFM2 = Family(
+    "Lfm2",
+    {"operator_norm": "norm_in", "ffn_norm": "norm_before_mlp"},
+    mixer="conv",
+    mlp="feed_forward",
+    mlp_parts=("w1", "w3", "w2"),
+    out="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"),
+)
 
 # By the name of its modelling file.
 FAMILIES = {
@@ -61,15 +77,18 @@ FAMILIES = {
         mixer="mamba",
         mlp="feed_forward",
     ),
-    "lfm2": Family(
-        "Lfm2",
-        {"operator_norm": "norm_in", "ffn_norm": "norm_before_mlp"},
-        mixer="conv",
-        mlp="feed_forward",
-        mlp_parts=("w1", "w3", "w2"),
-        out="out_proj",
-        head_norms=("q_layernorm", "k_layernorm"),
+    "granite": Family("Granite"),
+    "granitemoe": Family("GraniteMoe", mlp="block_sparse_moe"),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybrid",
+        mixer="mamba",
+        mlp="shared_mlp",
+        mlp_parts=("input_linear", "output_linear"),
+        activation="activation",
+        beside="block_sparse_moe",
     ),
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2._replace(prefix="Lfm2Moe", rotary="pos_emb"),
 }
 
 
@@ -82,6 +101,13 @@ def family_of(module: nn.Module, *parts: str) -> Family | None:
     return family if within and kind.__name__ in names else None
 
 
+def rotary_of(decoder: nn.Module) -> Any:
+    """What gives the angles of a model of one of these families; None where nothing is rotated."""
+    family = family_of(decoder, "Model", "TextModel")
+    assert family is not None
+    return getattr(decoder, family.rotary)
+
+
 class LayerParts:
     """The parts of a layer of such a family.
 
@@ -90,7 +116,10 @@ class LayerParts:
         attention: None where something else stands in its place.
         head_norms: of queries and of keys, if there are such.
         mixer: what stands in place of attention, if it is known.
-        block: the experts, if there are such.
+        mlp: the gated unit, None where there are experts alone.
+        experts: the module of experts, if there is one.
+        block: its parts, if they are known.
+        residual: what is added is multiplied by it.
     """
 
     def __init__(self, layer: Any, family: Family):
@@ -104,8 +133,13 @@ class LayerParts:
         beside = {} if self.attention is None else self.attention._modules
         self.head_norms: list[Any] = [beside[name] for name in family.head_norms if name in beside]
         self.mlp: Any = layer._modules.get(family.mlp)
-        self.block = None if self.mlp is None else block_of(self.mlp)
+        self.experts: Any = layer._modules.get(family.beside)
         expected = {"self_attn" if mixing is None else family.mixer, family.mlp, *family.norms}
+        expected |= set() if self.experts is None else {family.beside}
+        if self.mlp is not None and "experts" in self.mlp._modules:
+            self.mlp, self.experts = None, self.mlp
+        self.block = None if self.experts is None else block_of(self.experts)
+        self.residual: float = getattr(layer, "residual_multiplier", 1.0)
         self.complete = layer._modules.keys() == expected and (mixing is None or self.mixer is not None)
         """Whether the layer has these parts and no others."""
 
@@ -123,11 +157,10 @@ class LayerParts:
         else:
             yield "qkv", [self.attention.q_proj, self.attention.k_proj, self.attention.v_proj]
             yield "o", [getattr(self.attention, self.family.out)]
-        if "experts" in self.mlp._modules:
-            return
-        gate, up, down = (getattr(self.mlp, name) for name in self.family.mlp_parts)
-        yield "gate_up", [gate, up]
-        yield "down", [down]
+        if self.mlp is not None:
+            *gate_up, down = (getattr(self.mlp, name) for name in self.family.mlp_parts)
+            yield "gate_up", gate_up
+            yield "down", [down]
 
     @property
     def groups(self) -> list[list[Linear]]:

@@ -189,7 +189,9 @@ MIXERS: dict[str, Callable[[Any], MixerParts]] = {
     "Qwen3_5MoeGatedDeltaNet": _gated_delta_net,
     "Qwen3NextGatedDeltaNet": _grouped_delta_net,
     "BambaMixer": _mamba2,
+    "GraniteMoeHybridMambaLayer": _mamba2,
     "Lfm2ShortConv": _short_convolution,
+    "Lfm2MoeShortConv": _short_convolution,
 }
 """By class, what the library reads of a module."""
 

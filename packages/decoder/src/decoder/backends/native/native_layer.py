@@ -90,7 +90,8 @@ class NativeLayer:
         norms = {name: factors(norm) for name, norm in parts.norms.items()}
         size = len(norms["norm_in"])
         about: dict[str, Any] = dict(size=size, eps=eps_of(parts.norms["norm_in"]), kind=kind, place=place)
-        about["gelu"] = "GELU" in type(getattr(parts.mlp, "act_fn", None)).__name__
+        about["gelu"] = "GELU" in type(getattr(parts.mlp, parts.family.activation, None)).__name__
+        about["residual"] = parts.residual
         if parts.mixer is not None:
             # The library reads their memory.
             self._mixer = NativeMixer(parts.mixer, products.get("gates"))
@@ -111,7 +112,7 @@ class NativeLayer:
         self._scratch, self._given, self._library = scratch, byref(self.layer), native.library()
         rows = self._library.rows_together()
         of_experts = 0 if self._experts is None else self._experts.numbers(rows)
-        numbers = max(size + self.layer.qkv.outputs, 2 * size + self.layer.gate_up.outputs * 3 // 2)
+        numbers = max(size + self.layer.qkv.outputs, 2 * size + max(size, self.layer.gate_up.outputs * 3 // 2))
         scratch.reserve(max(rows * numbers, rows * 2 * size + of_experts))
 
     def _of_attention(self, parts: LayerParts, norms: dict[str, torch.Tensor], rotary_dim: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from decoder.backends.memory import floats
 from decoder.backends.native import library as native
 from decoder.backends.native.angles import Angles, AngleTable
 from decoder.backends.native.eligible import turned_by
-from decoder.backends.native.families import parts_of
+from decoder.backends.native.families import parts_of, rotary_of
 from decoder.backends.native.native_attention import NewTokens, native_attention, settings
 from decoder.backends.native.native_layer import NativeLayer, NativeScratch
 from decoder.backends.native.packed_linear import joined
@@ -82,10 +82,12 @@ class WholeModel:
         self._scores = [asked[layout.members[kind][0]]._replace(sinks=None) for kind in self._kinds]
         self._settings = [settings(scores) for scores in self._scores]
         dim = next(own.head_dim for one in decoder.layers if (own := one._modules.get("self_attn")) is not None)
-        turned = turned_by(decoder.rotary_emb, dim) or dim
-        told = hasattr(decoder.rotary_emb, "layer_types") and getattr(decoder.config, "layer_types", None)
+        rotary = rotary_of(decoder)
+        turned = turned_by(rotary, dim)
+        assert turned is not None  # or `runs_as_a_whole` would not have said that it does
+        told = hasattr(rotary, "layer_types") and getattr(decoder.config, "layer_types", None)
         types = [told[layout.members[kind][0]] for kind in self._kinds] if told else []
-        self._angles = AngleTable(decoder.rotary_emb, types, len(self._kinds), turned, dtype)
+        self._angles = AngleTable(rotary, types, len(self._kinds), turned, dtype)
         attending: list[Layer] = []
         mixers: list[Layer] = []
         for number, module in enumerate(decoder.layers):
@@ -125,6 +127,8 @@ class WholeModel:
             wanted: the layers whose inputs are returned; their number stands for the input of the final norm.
         """
         states = self._decoder.embed_tokens(ids[:1])
+        if (scale := getattr(self._decoder, "embedding_multiplier", 1.0)) != 1:
+            states = states * scale
         angles = self._angles.at(ids[1])
         caches = caches_of(cache)
         if not all(map(self.writes, caches)):

@@ -204,7 +204,7 @@ static void share_groups(
 
 // Columns of what the experts of each row gave, in the order in which it chose them, behind the shared one's.
 static void add_up(
-    const Experts *e, const void *add, int64_t rows, const Room *room, void *y, int is_bf16, Columns own) {
+    const Experts *e, float scale, const void *add, int64_t rows, const Room *room, void *y, int is_bf16, Columns own) {
     const int64_t size = e->experts->down.outputs, used = e->used, pairs = rows * used;
     for (int64_t r = 0; r < rows; r++) {
         const vec part = e->shared_gate.inputs ? gated_by(splat(1), splat(room->scores[r])) : splat(1);
@@ -215,15 +215,15 @@ static void add_up(
                 const vec gave = load(room->out, room->places[r * used + j] * size + i, 0, left);
                 total = fused(splat(room->weights[r * used + j]), gave, total);
             }
-            if (add) total += load(add, r * size + i, 0, left);
+            if (add) total = fused(splat(scale), total, load(add, r * size + i, 0, left));
             store(y, r * size + i, is_bf16, total, left);
         }
     }
 }
 
 // What the experts that rows have chosen, and the shared one, give of at most CHUNK rows.
-static void share_chosen(
-    const Experts *e, const void *x, const void *add, int64_t rows, void *y, const Room *room, int is_bf16, Worker *w) {
+static void share_chosen(const Experts *e, const void *x, float scale, const void *add, int64_t rows, void *y,
+    const Room *room, int is_bf16, Worker *w) {
     const int64_t size = e->experts->gate.inputs, outputs = e->experts->down.outputs;
     EACH_PIECE(once, 1, w) sort_by_expert(e, rows, room);
     // Logits are not needed any more.
@@ -237,15 +237,15 @@ static void share_chosen(
     EACH_PIECE(piece, pieces, w) {
         Columns own = {vectors * piece / pieces * LANES, vectors * (piece + 1) / pieces * LANES};
         if (own.last > outputs) own.last = outputs;
-        add_up(e, add, rows, room, y, is_bf16, own);
+        add_up(e, scale, add, rows, room, y, is_bf16, own);
     }
 }
 
-void share_experts(
-    const Experts *e, const void *x, const float *add, int64_t rows, void *y, float *scratch, int is_bf16, Worker *w) {
+void share_experts(const Experts *e, const void *x, float scale, const float *add, int64_t rows, void *y,
+    float *scratch, int is_bf16, Worker *w) {
     const Room room = room_at(e, rows, scratch);
     share_routing(e, x, rows, &room, is_bf16, w);
-    share_chosen(e, x, add, rows, y, &room, is_bf16, w);
+    share_chosen(e, x, scale, add, rows, y, &room, is_bf16, w);
 }
 
 // The experts that rows have chosen, with their weights, or will choose, where `ids` is NULL.
@@ -273,7 +273,7 @@ static void share_block(const void *argument, Worker *w) {
             for (int64_t p = 0; p < count * used; p++)
                 room.ids[p] = (int32_t)b->ids[first * used + p], room.weights[p] = b->weights[first * used + p];
         }
-        share_chosen(e, x, NULL, count, row_of(b->y, first * outputs, b->is_bf16), &room, b->is_bf16, w);
+        share_chosen(e, x, 1, NULL, count, row_of(b->y, first * outputs, b->is_bf16), &room, b->is_bf16, w);
     }
 }
 

@@ -148,13 +148,13 @@ void gate_attended(const Layer *l, const void *heads, int64_t rows, void *attend
     pool_run(share_gates, &gates, threads);
 }
 
-// x and the norm of `own`, which is written over.
-static void add_normed(
-    float *own, const float *weight, float eps, int64_t size, const void *x, int x_is_bf16, void *y, int y_is_bf16) {
-    norm(own, 0, weight, eps, size, own, 0);
-    for (int64_t i = 0; i < size; i += LANES) {
-        const int64_t left = size - i;
-        store(y, i, y_is_bf16, load(x, i, x_is_bf16, left) + load(own, i, 0, left), left);
+// x and `own` times what the layer multiplies it by, behind its norm if it has one; `own` is written over.
+static void add_own(
+    const Layer *l, float *own, const float *weight, const void *x, int x_is_bf16, void *y, int y_is_bf16) {
+    if (weight) norm(own, 0, weight, l->eps, l->size, own, 0);
+    for (int64_t i = 0; i < l->size; i += LANES) {
+        const int64_t left = l->size - i;
+        store(y, i, y_is_bf16, fused(splat(l->residual), load(own, i, 0, left), load(x, i, x_is_bf16, left)), left);
     }
 }
 
@@ -178,39 +178,45 @@ static void gate_columns(const void *argument, int64_t first_row, int64_t last_r
         }
 }
 
+// Add what the gated product gives of `normed` to `hidden` [rows, size], to `out`, by way of `gate_up`. What is
+// changed before it is added stands in `own`.
+static void share_gated(const Layer *l, const void *normed, const float *hidden, int64_t rows, float *gate_up,
+    float *own, void *out, int out_is_bf16, int is_bf16, Worker *w) {
+    const int64_t size = l->size, width = l->down.inputs;
+    const int waits = l->norm_behind_mlp || l->residual != 1;
+    const Gating gating = {gate_up, gate_up + CHUNK * 2 * width, width, l->gelu, is_bf16};
+    const Behind gate = {gate_columns, &gating};
+    const Out to_gate_up = {gate_up, NULL, 0, 0}, to_own = {own, NULL, 0, 0}, to_out = {out, hidden, out_is_bf16, 0};
+    share_halves(&l->gate_up, normed, is_bf16, rows, &to_gate_up, &gate, w);
+    share(&l->down, gating.gated, is_bf16, rows, waits ? &to_own : &to_out, w);
+    if (!waits) return;
+    EACH_PIECE(r, rows, w)
+    add_own(
+        l, own + r * size, l->norm_behind_mlp, hidden + r * size, 0, row_of(out, r * size, out_is_bf16), out_is_bf16);
+}
+
 // The layer's output, which may take the input's place, of at most CHUNK rows.
 static void share_chunk_behind_attention(const Rows *chunk, Worker *w) {
     const Layer *l = chunk->l;
-    const int64_t size = l->size, width = l->down.inputs, rows = chunk->rows;
-    const int is_bf16 = chunk->is_bf16;
+    const int64_t size = l->size, rows = chunk->rows;
+    const int is_bf16 = chunk->is_bf16, waits = l->norm_behind_attention || l->residual != 1;
     float *hidden = chunk->scratch, *normed = hidden + CHUNK * size, *gate_up = normed + CHUNK * size;
-    // What is normalised before it is added, where gate and up, and what was normed for them, have stood or will stand.
-    float *of_attention = gate_up, *of_mlp = normed;
-    const Gating gating = {gate_up, gate_up + CHUNK * 2 * width, width, l->gelu, is_bf16};
-    const Behind gate = {gate_columns, &gating};
-    const Out to_hidden = {hidden, chunk->x, 0, is_bf16}, to_norm = {of_attention, NULL, 0, 0};
-    share(&l->o, chunk->attended, is_bf16, rows, l->norm_behind_attention ? &to_norm : &to_hidden, w);
+    // What is changed before it is added, where gate and up will stand.
+    float *of_attention = gate_up;
+    const Out to_hidden = {hidden, chunk->x, 0, is_bf16}, to_own = {of_attention, NULL, 0, 0};
+    share(&l->o, chunk->attended, is_bf16, rows, waits ? &to_own : &to_hidden, w);
     EACH_PIECE(r, rows, w) {
-        if (l->norm_behind_attention)
-            add_normed(of_attention + r * size, l->norm_behind_attention, l->eps, size,
-                row_of(chunk->x, r * size, is_bf16), is_bf16, hidden + r * size, 0);
+        if (waits)
+            add_own(l, of_attention + r * size, l->norm_behind_attention, row_of(chunk->x, r * size, is_bf16), is_bf16,
+                hidden + r * size, 0);
         norm(hidden + r * size, 0, l->norm_before_mlp, l->eps, size, row_of(normed, r * size, is_bf16), is_bf16);
     }
-    if (l->experts) {
-        share_experts(l->experts, normed, hidden, rows, chunk->out, gate_up, is_bf16, w);
-        return;
-    }
-    const Out to_gate_up = {gate_up, NULL, 0, 0};
-    share_halves(&l->gate_up, normed, is_bf16, rows, &to_gate_up, &gate, w);
-    const Out to_own = {of_mlp, NULL, 0, 0}, to_out = {chunk->out, hidden, is_bf16, 0};
-    share(&l->down, gating.gated, is_bf16, rows, l->norm_behind_mlp ? &to_own : &to_out, w);
-    if (!l->norm_behind_mlp) return;
-    EACH_PIECE(r, rows, w)
-    add_normed(of_mlp + r * size, l->norm_behind_mlp, l->eps, size, hidden + r * size, 0,
-        row_of(chunk->out, r * size, is_bf16), is_bf16);
+    if (!l->experts) share_gated(l, normed, hidden, rows, gate_up, normed, chunk->out, is_bf16, is_bf16, w);
+    else if (l->gate_up.outputs) share_gated(l, normed, hidden, rows, gate_up, gate_up, hidden, 0, is_bf16, w);
+    if (l->experts) share_experts(l->experts, normed, l->residual, hidden, rows, chunk->out, gate_up, is_bf16, w);
 }
 
-// `scratch` has room for CHUNK rows of twice the layer's size and of one and a half times the outputs of gate and up.
+// `scratch` has room for CHUNK rows as `behind_attention` says.
 static void share_behind_attention(const void *argument, Worker *w) {
     const Rows *all = argument;
     const int64_t size = all->l->size;

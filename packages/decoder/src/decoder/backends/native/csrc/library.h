@@ -124,8 +124,9 @@ typedef struct {
     int32_t gated;          // whether each query has a gate behind it, by which what it attended to is multiplied
     int64_t rotary_dim;     // numbers of a head that are rotated, the first ones
     const float *sinks;     // [heads], see `Attention`
-    const Experts *experts; // in place of gate_up and down; NULL where there are none
+    const Experts *experts; // beside gate_up and down, or in their place; NULL where there are none
     const Mixer *mixer;     // what stands in place of attention; `qkv` gives its inputs. NULL for attention
+    float residual;         // what is added is multiplied by it
 } Layer;
 
 // One text's new tokens. Their keys and values [kv_heads, slots, dim] stand in its cache behind those of its tokens from
@@ -225,7 +226,7 @@ enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 576, MOST_CODED_DI
 // clang-format off
 #define EACH_STRUCTURE(X)                                                                                          \
     X(PackedWeight, 40) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Expert, 120) X(Experts, 160) \
-    X(Mixer, 160) X(RecurrentState, 80) X(Layer, 288) X(SequenceKV, 128) X(Attention, 104)  \
+    X(Mixer, 160) X(RecurrentState, 80) X(Layer, 296) X(SequenceKV, 128) X(Attention, 104)  \
     X(Pass, 104) X(Sampling, 48) X(Head, 104) X(Drafter, 112) X(Drafts, 112)
 // clang-format on
 
@@ -256,7 +257,7 @@ typedef struct {
 //                   queries, keys, values and gates.
 // behind_attention  what attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output,
 //                   which may take the input's place. `scratch` has room for `rows_together` rows of twice the layer's
-//                   size and of one and a half times the outputs of gate and up.
+//                   size and of its size, or of one and a half times the outputs of gate and up if these are more.
 // expert_numbers    numbers of memory that so many rows need of `scratch`.
 // run_experts       rows [rows, size] to what the experts `ids` [rows, used] give of them, times `weights`.
 // run_block         rows to what the experts that they choose, and the shared one, give.
