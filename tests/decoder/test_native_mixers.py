@@ -216,7 +216,7 @@ def test_the_users_own_step_is_run():
 BY_MODULES = ["falcon_h1", "minimax", "kimi_linear", "zamba2", "olmo_hybrid"]
 
 
-@pytest.mark.parametrize("name", BY_MODULES)
+@pytest.mark.parametrize("name", some(BY_MODULES, ["falcon_h1", "minimax", "kimi_linear"]))
 def test_other_families_run_through_their_modules_bit_for_bit(name):
     """Each token by itself, from the state behind its parent."""
     model_type, overrides = ALL[name]
