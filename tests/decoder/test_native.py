@@ -1,6 +1,7 @@
 """The native library: right beside PyTorch's operators in float64, and each row with the bits that it has alone."""
 
 import multiprocessing
+import subprocess
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -439,10 +440,38 @@ def test_one_that_cannot_be_used_is_told_once_and_the_reference_decodes(
 
 
 @pytest.mark.parametrize(
+    "machine, told, sets",
+    [
+        ("arm64", {"hw.optional.arm.FEAT_I8MM": "1"}, ["i8mm", "neon", "generic"]),
+        ("arm64", {}, ["neon", "generic"]),
+        (
+            "x86_64",
+            {"machdep.cpu.features": "FMA AVX1.0 F16C", "machdep.cpu.leaf7_features": "BMI1 AVX2 BMI2"},
+            ["avx2"],
+        ),
+    ],
+)
+def test_on_a_mac_its_system_tells_what_the_processor_can_do(machine, told, sets, monkeypatch):
+    """As `sysctl` prints it there. No Mac has run this."""
+
+    def run(command, **given):
+        assert command[:2] == ["sysctl", "-n"]
+        return subprocess.CompletedProcess(command, 0, "\n".join(told.get(name, "") for name in command[2:]))
+
+    monkeypatch.setattr(native.sys, "platform", "darwin")
+    monkeypatch.setattr(native.compiling.platform, "machine", lambda: machine)
+    monkeypatch.setattr(native.subprocess, "run", run)
+    assert native._instruction_sets(None) == sets
+    assert native._instruction_sets(sets[-1]) == sets[-1:]
+    with pytest.raises(native.NativeUnavailable, match="TOKENSWIFT_INSTRUCTIONS is avx512"):
+        native._instruction_sets("avx512")
+
+
+@pytest.mark.parametrize(
     "what, reason",
     [
         ("no compiler", "no C compiler (gcc or cc) is installed"),
-        ("another machine", "for Linux on x86_64 or aarch64, not linux on riscv64"),
+        ("another machine", "for Linux and macOS on x86_64 or aarch64, not linux on riscv64"),
         ("old processor", "the processor has no AVX2"),
         ("broken compiler", "failed: "),
         ("full disk", "it could not be made: OSError: no space left"),
@@ -452,7 +481,7 @@ def test_where_it_cannot_be_had_pytorch_does_all_and_the_report_says_why(uncompi
     if what == "no compiler":
         no_compiler(monkeypatch)
     elif what == "another machine":
-        monkeypatch.setattr(native.platform, "machine", lambda: "riscv64")
+        monkeypatch.setattr(native.compiling.platform, "machine", lambda: "riscv64")
     elif what == "old processor":
         monkeypatch.setattr(native, "_processor", lambda: {"sse2", "fma"})
     elif what == "broken compiler":

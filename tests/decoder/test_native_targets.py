@@ -7,6 +7,7 @@ the library from several at once. Programs for aarch64 run in qemu.
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,29 @@ def test_a_packages_library_for_aarch64_has_the_bits_of_this_machine(expected, t
     subprocess.run([compiler, *given, "-Wl,-rpath,$ORIGIN", "-lm"], check=True)
     for instructions in compiling.OF_MACHINE[machine]:
         assert printed("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", program, instructions, 3) == expected
+
+
+@pytest.mark.parametrize(
+    "target, processors",
+    [
+        ("aarch64-macos", {"neon": "apple_m1", "i8mm": "apple_m2", "generic": "baseline"}),
+        ("x86_64-macos", {"avx2": "haswell"}),
+    ],
+)
+def test_all_compiles_and_is_linked_for_macos(target, processors, tmp_path):
+    """By Zig's copy of clang, which has what macOS declares and names processors in its own way. Nothing is run."""
+    pytest.importorskip("ziglang")
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", target]
+    commands = compiling.commands("cc", [*processors], WARNINGS, tmp_path)
+    for command in commands:
+        name = Path(command[command.index("-o") + 1]).name.partition("-")[0]
+        given = [one for one in command[1:] if not one.startswith("-march")]
+        own = [f"-mcpu={processors[name]}"] if name in processors else []
+        subprocess.run([*zig, *own, *given], check=True)
+    assert len(commands) > 10
+    made, objects = tmp_path / "native.so", map(str, tmp_path.glob("*.o"))
+    subprocess.run([*zig, "-shared", "-o", str(made), *objects], check=True)
+    assert made.read_bytes()[:4] == b"\xcf\xfa\xed\xfe"  # 64 bits, as Macs have them
 
 
 @pytest.mark.parametrize("kind", SANITIZERS)

@@ -11,6 +11,7 @@ that it can run where a package is built.
 import argparse
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,16 @@ INSTRUCTION_SETS = {
 OF_MACHINE = {"x86_64": ("avx512bf16", "avx512", "avxvnni", "avx2"), "aarch64": ("i8mm", "neon", "generic")}
 """The sets of a kind of machine, as `platform.machine` names it. The generic one is too slow where it must compute what
 an instruction does elsewhere: a product and a sum that are rounded once."""
+
+
+SYSTEMS = ("linux", "darwin")
+"""Those that the library is compiled for, as `sys.platform` has them; packages bring it for Linux."""
+
+
+def machine() -> str:
+    """This machine's kind, as `OF_MACHINE` has it."""
+    name = platform.machine()
+    return "aarch64" if name == "arm64" else name
 
 
 def files() -> list[Path]:

@@ -10,9 +10,9 @@ the fastest one.
 
 import ctypes
 import os
-import platform
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -178,9 +178,9 @@ def _instruction_sets(forced: str | None) -> list[str]:
     Raises:
         NativeUnavailable: there is none.
     """
-    machine = platform.machine()
-    if not sys.platform.startswith("linux") or machine not in OF_MACHINE:
-        raise NativeUnavailable(f"for Linux on {' or '.join(OF_MACHINE)}, not {sys.platform} on {machine}")
+    machine = compiling.machine()
+    if sys.platform not in compiling.SYSTEMS or machine not in OF_MACHINE:
+        raise NativeUnavailable(f"for Linux and macOS on {' or '.join(OF_MACHINE)}, not {sys.platform} on {machine}")
     features = _processor()
     here = [name for name in (*OF_MACHINE[machine], "generic") if INSTRUCTION_SETS[name].features <= features]
     if forced:
@@ -195,9 +195,23 @@ def _instruction_sets(forced: str | None) -> list[str]:
 
 def _processor() -> set[str]:
     """What the processor can do, as Linux lists it."""
+    if sys.platform == "darwin":
+        return _processor_of_mac()
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     found = {name.strip(): value for name, _, value in (line.partition(":") for line in lines)}
     return set(found.get("flags", found.get("Features", "")).split())
+
+
+def _processor_of_mac() -> set[str]:
+    if compiling.machine() == "aarch64":
+        # All of Apple's have the first two.
+        return {"asimd", "asimddp"} | ({"i8mm"} if _told_by_mac("hw.optional.arm.FEAT_I8MM") == "1" else set())
+    return set(_told_by_mac("machdep.cpu.features", "machdep.cpu.leaf7_features").lower().split())
+
+
+def _told_by_mac(*names: str) -> str:
+    """What macOS tells of itself, "" where it does not know a name."""
+    return subprocess.run(["sysctl", "-n", *names], capture_output=True, text=True, timeout=60).stdout.strip()
 
 
 def cache_folder() -> Path | None:

@@ -16,6 +16,16 @@ static __attribute__((unused)) int has_avxvnni(void) {
 }
 #endif
 
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+
+static __attribute__((unused)) int has_i8mm(void) {
+    int has = 0;
+    size_t size = sizeof has;
+    return !sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, NULL, 0) && has;
+}
+#endif
+
 // SETS lists those that were compiled, the fastest first: X(avx512bf16) X(avx2), say.
 #define DECLARED(name) extern PRIVATE const InstructionSet name##_set;
 #define X DECLARED
@@ -33,6 +43,9 @@ SETS
 #include <sys/auxv.h>
 #define FOUND_neon (getauxval(AT_HWCAP) >> 20 & 1) // dotprod
 #define FOUND_i8mm (FOUND_neon && getauxval(AT_HWCAP2) >> 13 & 1)
+#elif defined(__aarch64__) && defined(__APPLE__)
+#define FOUND_neon 1 // all of Apple's have dotprod
+#define FOUND_i8mm has_i8mm()
 #else
 #define FOUND_i8mm 0
 #define FOUND_neon 1
