@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from decoder.parts import ending_in_words, linked, whole_lines
 from ts_eval import defaults, metrics
@@ -166,7 +167,11 @@ class Experiment(AskedOfMany):
     def _summary(self, setup: Setup, log: GenerationLog) -> dict[str, dict]:
         embed = metrics.SentenceEmbedder(self.embedding_model, setup.model.device) if self.embedding_model else None
 
+        # Perplexity takes passes of a large model for minutes.
+        bar = tqdm(desc="perplexity", unit="text", delay=5, leave=False, disable=None)
+
         def measure(token_ids: Sequence[int], text: str, prompt_ids: Sequence[int]) -> dict:
+            bar.update()
             return {
                 **metrics.measure_text(text, token_ids),
                 "perplexity": metrics.perplexity(setup.model, token_ids, prompt_ids),
@@ -176,7 +181,9 @@ class Experiment(AskedOfMany):
         def margin(context: Sequence[int], token: int, other: int, run: int) -> float | None:
             return divergence_margin(setup.model, context, token, other, setup.params[run], setup.kv_dtype)
 
-        rows = summarise(setup.specs, setup.prompts, setup.params, self._marks(), log, margin, measure, setup.kv_dtype)
+        with bar:
+            given = setup.specs, setup.prompts, setup.params, self._marks(), log
+            rows = summarise(*given, margin, measure, setup.kv_dtype)
         for spec in setup.specs:
             rows[spec.text] |= setup.planned_bytes(spec)
             rows[spec.text]["bitwise"] = setup.settings["bitwise"] and not spec.is_outside

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel
@@ -10,7 +11,7 @@ from decoder.auditing import evaluating
 from decoder.parts import cache_named, rounding_cache
 from ts_eval.metrics.base import MeanOverTexts
 
-_CHUNK = 256
+_SCORED, _UNSCORED = 256, 2048  # tokens in a pass; logits of those that are scored take memory
 
 
 @torch.inference_mode()
@@ -22,16 +23,15 @@ def perplexity(model: PreTrainedModel, token_ids: Sequence[int], prompt_ids: Seq
     is a mark of repetition rather than of quality (Holtzman et al., 2020).
     """
     text = [*prompt_ids, *token_ids]
-    first = max(len(prompt_ids) - 1, 0)
-    count = len(text) - 1 - first
+    first, last = max(len(prompt_ids) - 1, 0), len(text) - 1
+    count = last - first
     if count < 1:
         return None
     ids = torch.tensor([text], device=model.device)
     cache = rounding_cache(None, model)
     total = 0.0
     with evaluating(model):
-        for start in range(0, len(text) - 1, _CHUNK):
-            end = min(start + _CHUNK, len(text) - 1)
+        for start, end in pairwise([*range(0, first, _UNSCORED), *range(first, last, _SCORED), last]):
             scored = end - max(start, first)
             output = model(
                 ids[:, start:end], **cache_named(model, cache), use_cache=True, logits_to_keep=max(1, scored)
