@@ -171,10 +171,21 @@ NATIVE = {
         dict(GRANITE, num_local_experts=0, num_experts=0, position_embedding_type="nope"),
         torch.float32,
     ),
-    "granitemoehybrid, 16": ("granitemoehybrid", GRANITE, torch.bfloat16),
+    "granitemoehybrid with experts, 32": (
+        "granitemoehybrid",
+        dict(GRANITE, shared_intermediate_size=12),
+        torch.float32,
+    ),
+    "granitemoehybrid with experts, 16": ("granitemoehybrid", GRANITE, torch.bfloat16),
 }
-OFTEN = ["qwen3_5_text, 32", "qwen3_next, 16", "lfm2_moe, 32", "granitemoehybrid, 32"]
-"""Those of them that all tests run; the others are run by some."""
+OFTEN = [
+    "qwen3_5_text, 32",
+    "qwen3_next, 16",
+    "lfm2_moe, 32",
+    "granitemoehybrid, 32",
+    "granitemoehybrid with experts, 32",
+]
+"""Those of them that most quick tests run; slow ones run all."""
 
 
 def made(name, **overrides):

@@ -113,6 +113,9 @@ def tiny(model_type, dtype=torch.float64, **overrides):
             noise = torch.randn(parameter.shape, generator=generator)
             scale = 0.1 if module is model.get_input_embeddings() or parameter.ndim == 1 else 0.4
             parameter.data = noise * scale + (parameter.data if parameter.ndim == 1 else 0)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):  # by which experts are chosen
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model.tie_weights()
     return model.to(dtype)
 

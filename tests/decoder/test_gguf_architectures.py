@@ -659,7 +659,7 @@ def random_model(model_type, more):
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             buffer += 0.1 * torch.randn(buffer.shape)
     return model
 

@@ -317,6 +317,7 @@ CHANGES = {
     "a hook": lambda model: model.model.layers[0].linear_attn.register_forward_hook(lambda *given: None),
     "a window": lambda model: setattr(model.config, "sliding_window", 3),
     "a scale": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 1.5),
+    "all scales": lambda model: [setattr(model.model.layers[n].self_attn, "scaling", 1.5) for n in (1, 3)],
     "an activation": lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
 }
 

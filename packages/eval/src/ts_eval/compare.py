@@ -168,7 +168,9 @@ class Experiment(AskedOfMany):
         embed = metrics.SentenceEmbedder(self.embedding_model, setup.model.device) if self.embedding_model else None
 
         # Perplexity takes passes of a large model for minutes.
-        bar = tqdm(desc="perplexity", unit="text", delay=5, leave=False, disable=None)
+        made = ((turn.spec.text, *pair) for turn in setup.turns() for pair in turn.pairs)
+        count = len({(job[1], *found["token_ids"]) for job in made if (found := log.get(*job)) is not None})
+        bar = tqdm(desc="perplexity", total=count, unit="text", delay=5, leave=False, disable=None)
 
         def measure(token_ids: Sequence[int], text: str, prompt_ids: Sequence[int]) -> dict:
             bar.update()

@@ -11,7 +11,7 @@ from decoder.auditing import evaluating
 from decoder.parts import cache_named, rounding_cache
 from ts_eval.metrics.base import MeanOverTexts
 
-_SCORED, _UNSCORED = 256, 2048  # tokens in a pass; logits of those that are scored take memory
+_SCORED, _UNSCORED = 256, 1024  # tokens in a pass; logits of those that are scored take memory
 
 
 @torch.inference_mode()

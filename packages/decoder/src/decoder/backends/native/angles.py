@@ -42,7 +42,7 @@ class AngleTable:
     def at(self, positions: torch.Tensor) -> list[Angles]:
         """By kind of layer the angles of ``positions``, int64 [T] on the CPU."""
         if self._rotary is None:
-            nothing = floats(len(positions), 0)
+            nothing = floats(1, 1)  # an address, of which nothing is read
             return [Angles(nothing, nothing)] * self._kinds
         if is_changed(self._rotary):  # something of the user's wants to be called
             found = self._computed(positions)

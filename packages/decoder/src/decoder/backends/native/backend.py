@@ -191,4 +191,12 @@ def _runs_as_a_whole(target: "Target") -> bool:
         not target.shared_layers().modules
         and runs_as_a_whole(target.model, target.dtype, target.layout.kinds)
         and asked_alike(target.layout, target.asked)
+        and _scores_as_asked(target)
     )
+
+
+def _scores_as_asked(target: "Target") -> bool:
+    """Whether layers still scale their scores as they did when they were asked, which the user may have changed."""
+    modules = (layer._modules.get("self_attn") for layer in target.decoder.layers)
+    attending = {number: module for number, module in enumerate(modules) if module is not None}
+    return all(module.scaling == target.asked[number].scaling for number, module in attending.items())

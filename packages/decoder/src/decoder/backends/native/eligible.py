@@ -35,7 +35,7 @@ def runs_as_a_whole(model: PreTrainedModel, dtype: torch.dtype, kinds: Sequence[
     """
     decoder: Any = decoder_of(model)
     whole = family_of(model, "ForCausalLM") and family_of(decoder, "Model", "TextModel")
-    if not (whole and native.multiplies(dtype)):
+    if not (whole and hasattr(decoder, whole.rotary) and native.multiplies(dtype)):
         return False
     layers, embeddings = list(decoder.layers), decoder.embed_tokens
     plain = not _has_any_global_hook() and len(layers) == decoder.config.num_hidden_layers
@@ -100,15 +100,8 @@ def _norms_in(norm: Any, dtype: torch.dtype) -> bool:
 def _known_mlp(parts: LayerParts) -> bool:
     """Whether a layer has one gated product behind attention."""
     names, activation = parts.family.mlp_parts, parts.family.activation
-    if parts.mlp._modules.keys() - {activation} != set(names):
-        return False
-    readers: list[Any] = [getattr(parts.mlp, name) for name in names[:-1]]
-    waits = "norm_behind_attention" in parts.norms or parts.residual != 1
-    return (
-        type(getattr(parts.mlp, activation, nn.SiLU())).__name__ in ACTIVATIONS
-        # Where gate and up are to stand, rows wait to be changed and added.
-        and (not waits or sum(one.out_features for one in readers) >= readers[0].in_features)
-    )
+    known = type(getattr(parts.mlp, activation, nn.SiLU())).__name__ in ACTIVATIONS
+    return known and parts.mlp._modules.keys() - {activation} == set(names)
 
 
 def _known_experts(parts: LayerParts, dtype: torch.dtype) -> bool:

@@ -255,8 +255,8 @@ def block_of(module: nn.Module) -> Block | None:
 
 
 def _numbers(correction: torch.Tensor) -> torch.Tensor:
-    """A correction as the library reads it."""
-    return correction.detach().float().contiguous()
+    """A copy of a correction, as the library reads it: a later change takes effect with the next generation."""
+    return correction.detach().to(torch.float32, copy=True).contiguous()
 
 
 def are_experts(module: Any) -> bool:

@@ -140,8 +140,10 @@ class LayerParts:
             self.mlp, self.experts = None, self.mlp
         self.block = None if self.experts is None else block_of(self.experts)
         self.residual: float = getattr(layer, "residual_multiplier", 1.0)
-        self.complete = layer._modules.keys() == expected and (mixing is None or self.mixer is not None)
-        """Whether the layer has these parts and no others."""
+        has = self.experts is not None
+        as_told = getattr(layer, "has_experts", has) == has
+        self.complete = as_told and layer._modules.keys() == expected and (mixing is None or self.mixer is not None)
+        """Whether the layer has these parts and no others, and uses them."""
 
     @property
     def gated(self) -> bool:

@@ -112,7 +112,9 @@ class NativeLayer:
         self._scratch, self._given, self._library = scratch, byref(self.layer), native.library()
         rows = self._library.rows_together()
         of_experts = 0 if self._experts is None else self._experts.numbers(rows)
-        numbers = max(size + self.layer.qkv.outputs, 2 * size + max(size, self.layer.gate_up.outputs * 3 // 2))
+        gated = self.layer.gate_up.outputs * 3 // 2
+        behind = gated + size if self._experts is not None else max(gated, size)
+        numbers = max(size + self.layer.qkv.outputs, 2 * size + behind)
         scratch.reserve(max(rows * numbers, rows * 2 * size + of_experts))
 
     def _of_attention(self, parts: LayerParts, norms: dict[str, torch.Tensor], rotary_dim: int) -> dict[str, Any]:

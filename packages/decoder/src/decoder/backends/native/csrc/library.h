@@ -257,7 +257,8 @@ typedef struct {
 //                   queries, keys, values and gates.
 // behind_attention  what attention gave [rows, heads x dim] and the layer's input [rows, size] to the layer's output,
 //                   which may take the input's place. `scratch` has room for `rows_together` rows of twice the layer's
-//                   size and of its size, or of one and a half times the outputs of gate and up if these are more.
+//                   size and of its size, or of one and a half times the outputs of gate and up if these are more; where
+//                   experts stand beside these, of both, and for experts at least of `expert_numbers`.
 // expert_numbers    numbers of memory that so many rows need of `scratch`.
 // run_experts       rows [rows, size] to what the experts `ids` [rows, used] give of them, times `weights`.
 // run_block         rows to what the experts that they choose, and the shared one, give.

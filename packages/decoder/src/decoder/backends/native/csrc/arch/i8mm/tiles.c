@@ -66,7 +66,7 @@ INLINE void tile_of_pairs(const Layout l, const int parts, const uint8_t *panel,
         for (int p = 0; p < parts; p++, x += rows) {
             const uint8_t *part = panel + head + p * part_bytes;
             for (int at = 0; at < part_bytes; at += 64) __builtin_prefetch(part + FETCHED + at, 0, 2);
-            memset(waiting, 0, sizeof waiting);
+            memset(waiting, 0, (size_t)(rows + rows % 2) * sizeof *waiting);
             Half half;
             Shared shared;
             read_half(l, part, 0, &half);
