@@ -21,7 +21,8 @@ qwen: $(INSTALLED)
 gemma: $(INSTALLED)
 	$(BIN)/python data/scripts/fetch_gguf.py gemma3-270m
 
-# Each of the two processes begins with one half of the tests, so that what a file's tests share is made once.
+# Each of the two processes begins with one half of the tests, so that what a file's tests share is made once. Compiled
+# modules are kept even where the environment asks for none: pytest rewrites all tests before it compiles them.
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -211,12 +211,13 @@ static void share_chunk_behind_attention(const Rows *chunk, Worker *w) {
                 hidden + r * size, 0);
         norm(hidden + r * size, 0, l->norm_before_mlp, l->eps, size, row_of(normed, r * size, is_bf16), is_bf16);
     }
-    if (!l->experts) share_gated(l, normed, hidden, rows, gate_up, normed, chunk->out, is_bf16, is_bf16, w);
-    else if (l->gate_up.outputs) {
-        float *own = gate_up + CHUNK * 3 * l->down.inputs; // experts read what is normed
-        share_gated(l, normed, hidden, rows, gate_up, own, hidden, 0, is_bf16, w);
+    if (!l->experts) {
+        share_gated(l, normed, hidden, rows, gate_up, normed, chunk->out, is_bf16, is_bf16, w);
+        return;
     }
-    if (l->experts) share_experts(l->experts, normed, l->residual, hidden, rows, chunk->out, gate_up, is_bf16, w);
+    float *own = gate_up + CHUNK * 3 * l->down.inputs; // experts read what is normed
+    if (l->gate_up.outputs) share_gated(l, normed, hidden, rows, gate_up, own, hidden, 0, is_bf16, w);
+    share_experts(l->experts, normed, l->residual, hidden, rows, chunk->out, gate_up, is_bf16, w);
 }
 
 // `scratch` has room for CHUNK rows as `behind_attention` says.
