@@ -131,33 +131,34 @@ static void transposed_keys(const Rows *rows, const int32_t *slots, int64_t coun
     }
 }
 
-// What a core's cache should hold soon: keys and values of a block, each side by side, `step` bytes for each number of a
-// head. One after another while others are multiplied: the processor waits where too many are asked for at once.
+// What a core's cache should hold soon: keys and values of a block, each side by side, `step` bytes with each number of
+// all keys of a tile. One after another while others are multiplied: the processor waits where too many are asked for at
+// once.
 typedef struct {
     const char *keys, *values;
     int64_t step;
 } Ahead;
 
-// For `numbers` of a head from this one on; `nearest` to the cache that is nearest to the core, where float32 takes a tenth
-// less time.
-INLINE void fetch(const Ahead *ahead, int64_t number, const int numbers, const int nearest) {
+// Those of step `n`; `nearest` to the cache that is nearest to the core, where float32 takes a tenth less time.
+INLINE void fetch(const Ahead *ahead, int64_t n, const int nearest) {
+    enum { LINE = 64 };
     UNROLL(4)
-    for (int64_t at = number * ahead->step; at < (number + numbers) * ahead->step; at += 64) {
+    for (int64_t at = (n * ahead->step + LINE - 1) / LINE * LINE; at < (n + 1) * ahead->step; at += LINE) {
         if (nearest) __builtin_prefetch(ahead->keys + at, 0, 3), __builtin_prefetch(ahead->values + at, 0, 3);
         else __builtin_prefetch(ahead->keys + at, 0, 2), __builtin_prefetch(ahead->values + at, 0, 2);
     }
 }
 
-// scores [count, BLOCK] of queries [count, dim], with rows of SPLIT numbers.
+// scores [count, width] of queries [count, dim], with rows of SPLIT numbers.
 INLINE void single_score_tile(const int count, const float *queries, int64_t dim, const float *keys, float scaling,
-    const Ahead *ahead, float *scores) {
-    for (int first = 0; first < BLOCK; first += WIDE * LANES) {
+    const Ahead *ahead, int width, float *scores) {
+    for (int first = 0; first < width; first += WIDE * LANES) {
         vec sums[TILE * WIDE];
         UNROLL(24)
         for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
         for (int64_t k = 0; k < dim; k++) {
             vec key[WIDE];
-            if (ahead && !first) fetch(ahead, k, 1, 1);
+            if (ahead) fetch(ahead, first / (WIDE * LANES) * dim + k, 1);
             UNROLL(4)
             for (int i = 0; i < WIDE; i++) key[i] = load(keys, k * BLOCK + first + i * LANES, 0, LANES);
             UNROLL(6)
@@ -269,7 +270,7 @@ INLINE void paired_score_tile(const int count, const uint16_t *queries, int64_t 
     for (int i = 0; i < count * WIDE; i++) sums[i] = (vec){0};
     for (int64_t k = 0; k < dim; k += 2) {
         uvec key[WIDE];
-        if (ahead) fetch(ahead, k, 2, 0);
+        if (ahead) fetch(ahead, k / 2, 0);
         UNROLL(4)
         for (int i = 0; i < WIDE; i++) key[i] = (uvec)load(keys, k / 2 * BLOCK + i * LANES, 0, LANES);
         add_pairs(count, queries + k, dim, key, sums);
@@ -336,14 +337,14 @@ INLINE uvec every_word(const void *pair) {
 
 // `single_score_tile` of queries and codes in pairs. A sum is multiplied by its row's factor and its key's scale.
 INLINE void coded_score_tile(const int count, const int16_t *queries, int64_t dim, const float *keys,
-    const float *factors, const float *scales, const Ahead *ahead, float *scores) {
-    for (int first = 0; first < BLOCK; first += WIDE * LANES) {
+    const float *factors, const float *scales, const Ahead *ahead, int width, float *scores) {
+    for (int first = 0; first < width; first += WIDE * LANES) {
         ivec sums[TILE * WIDE];
         UNROLL(24)
         for (int i = 0; i < count * WIDE; i++) sums[i] = (ivec){0};
         for (int64_t k = 0; k < dim / 2; k++) {
             uvec key[WIDE];
-            if (ahead && !first) fetch(ahead, k, 1, 0);
+            if (ahead) fetch(ahead, first / (WIDE * LANES) * (dim / 2) + k, 0);
             UNROLL(4)
             for (int i = 0; i < WIDE; i++) key[i] = (uvec)load(keys, k * BLOCK + first + i * LANES, 0, LANES);
             UNROLL(6)
@@ -423,9 +424,9 @@ INLINE void coded_value_tile(const int count, const float *values, int64_t pairs
 
 // A function for each number of rows: inlined together they would not keep their sums in registers.
 #define FOR_ROWS(N)                                                                                                    \
-    ONCE void single_scores_of_##N(                                                                                    \
-        const float *queries, int64_t dim, const float *keys, float scaling, const Ahead *ahead, float *scores) {      \
-        single_score_tile(N, queries, dim, keys, scaling, ahead, scores);                                              \
+    ONCE void single_scores_of_##N(const float *queries, int64_t dim, const float *keys, float scaling,                \
+        const Ahead *ahead, int width, float *scores) {                                                                \
+        single_score_tile(N, queries, dim, keys, scaling, ahead, width, scores);                                       \
     }                                                                                                                  \
     ONCE void paired_scores_of_##N(                                                                                    \
         const uint16_t *queries, int64_t dim, const float *keys, float scaling, const Ahead *ahead, float *scores) {   \
@@ -440,8 +441,8 @@ INLINE void coded_value_tile(const int count, const float *values, int64_t pairs
         paired_value_tile(N, rows, slots, seen, weights, go_on, out);                                                  \
     }                                                                                                                  \
     ONCE void coded_scores_of_##N(const int16_t *queries, int64_t dim, const float *keys, const float *factors,        \
-        const float *scales, const Ahead *ahead, float *scores) {                                                      \
-        coded_score_tile(N, queries, dim, keys, factors, scales, ahead, scores);                                       \
+        const float *scales, const Ahead *ahead, int width, float *scores) {                                           \
+        coded_score_tile(N, queries, dim, keys, factors, scales, ahead, width, scores);                                \
     }                                                                                                                  \
     ONCE void coded_values_of_##N(const float *values, int64_t pairs, int64_t dim, int64_t left,                       \
         const int16_t *weights, int go_on, float *out) {                                                               \
@@ -477,16 +478,16 @@ INLINE Queries queries_from(const Rows *rows, Queries q, int64_t row) {
     return (Queries){row_of(q.numbers, row * rows->a->dim, in_pairs(cache_of(rows))), q.factors + row};
 }
 
-// Of up to TILE queries; `scales` are those of the keys, if they have any.
+// Of up to TILE queries with the first `width` keys of a block; `scales` are those of the keys, if they have any.
 static void scores_of(const Rows *rows, int64_t count, Queries q, const float *keys, const float *scales, float scaling,
-    const Ahead *ahead, float *scores) {
+    const Ahead *ahead, int width, float *scores) {
     const int64_t dim = rows->a->dim;
     switch (cache_of(rows)) {
         case CODED_CACHE:
-            BY_COUNT(count, coded_scores_of_, q.numbers, dim, keys, q.factors, scales, ahead, scores)
+            BY_COUNT(count, coded_scores_of_, q.numbers, dim, keys, q.factors, scales, ahead, width, scores)
             break;
         case PAIRED_CACHE: BY_COUNT(count, paired_scores_of_, q.numbers, dim, keys, scaling, ahead, scores) break;
-        default: BY_COUNT(count, single_scores_of_, q.numbers, dim, keys, scaling, ahead, scores)
+        default: BY_COUNT(count, single_scores_of_, q.numbers, dim, keys, scaling, ahead, width, scores)
     }
 }
 
@@ -652,14 +653,13 @@ INLINE float coded_weights(float *weights, const float *scales, int64_t seen) {
 
 // What is wanted behind the block of keys that begins in this slot: the keys behind it, and its own values. Nothing where
 // other numbers stand between them.
-INLINE Ahead ahead_of(const Rows *rows, int64_t slot) {
+INLINE Ahead ahead_of(const Rows *rows, int64_t slot, int block) {
     const SequenceKV *t = rows->text;
-    const int coded = cache_of(rows) == CODED_CACHE;
-    const int64_t size = coded ? 1 : rows->a->is_bf16 ? 2 : 4, dim = rows->a->dim;
+    const int64_t size = cache_of(rows) == CODED_CACHE ? 1 : rows->a->is_bf16 ? 2 : 4, dim = rows->a->dim;
     if (t->key_slot != dim || t->value_slot != dim) return (Ahead){0};
-    return (Ahead){(const char *)t->keys + (rows->kv_head * t->key_head + (slot + BLOCK) * dim) * size,
+    return (Ahead){(const char *)t->keys + (rows->kv_head * t->key_head + (slot + block) * dim) * size,
         (const char *)t->values + (rows->kv_head * t->value_head + slot * dim) * size,
-        coded ? 2 * BLOCK : BLOCK * size}; // codes are fetched for two numbers at a time
+        WIDE * LANES * size * (in_pairs(cache_of(rows)) ? 2 : 1)};
 }
 
 // Scores of the keys that are common to rows.
@@ -667,14 +667,17 @@ INLINE void score_common(
     const Rows *rows, Queries queries, int64_t count, const Keys *k, float scaling, float *scores) {
     float keys[MOST_DIM * BLOCK] __attribute__((aligned(64))), scales[SPLIT];
     if (cache_of(rows) == CODED_CACHE) gather_scales(rows, rows->text->key_scales, k->slots, k->common, scales);
-    for (int64_t first = k->begin / BLOCK * BLOCK; first < k->common; first += BLOCK) {
-        const int64_t last = first + BLOCK < k->common ? first + BLOCK : k->common;
-        const Ahead ahead = ahead_of(rows, k->slots[first]);
+    // A few rows take less time than the keys behind them need to arrive, which is a tile's, then: fetched further ahead they
+    // would drive each other out of the nearest cache.
+    const int block = count <= TILE ? WIDE * LANES : BLOCK;
+    for (int64_t first = k->begin / block * block; first < k->common; first += block) {
+        const int64_t last = first + block < k->common ? first + block : k->common;
+        const Ahead ahead = ahead_of(rows, k->slots[first], block);
         transposed_keys(rows, k->slots + first, last - first, keys);
         for (int64_t r = 0, tile; r < count; r += tile) {
             tile = tile_of(count - r);
             scores_of(rows, tile, queries_from(rows, queries, r), keys, scales + first, scaling,
-                r || !ahead.step ? NULL : &ahead, scores + r * SPLIT + first);
+                r || !ahead.step ? NULL : &ahead, block, scores + r * SPLIT + first);
         }
     }
 }
@@ -691,7 +694,7 @@ INLINE void score_own(const Rows *rows, Queries queries, int64_t count, const Ke
             if (cache_of(rows) == CODED_CACHE) gather_scales(rows, rows->text->key_scales, own, extra, scales);
             for (int64_t h = r, tile; h < r + per_token; h += tile) {
                 tile = tile_of(r + per_token - h);
-                scores_of(rows, tile, queries_from(rows, queries, h), keys, scales, scaling, NULL, few);
+                scores_of(rows, tile, queries_from(rows, queries, h), keys, scales, scaling, NULL, BLOCK, few);
                 for (int64_t n = 0; n < tile; n++)
                     memcpy(scores + (h + n) * SPLIT + first, few + n * SPLIT, extra * sizeof(float));
             }

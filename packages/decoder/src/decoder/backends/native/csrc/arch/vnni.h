@@ -124,7 +124,7 @@ INLINE void tile(const Layout l, const int parts, const uint8_t *panel, int64_t 
     for (int64_t block = 0; block < blocks; block++, panel += head + parts * part_bytes)
         for (int p = 0; p < parts; p++, x += rows) {
             const uint8_t *part = panel + head + p * part_bytes;
-            for (int at = 0; at < part_bytes; at += 64) _mm_prefetch((const char *)part + FETCHED + at, _MM_HINT_T1);
+            fetch_ahead(part, part_bytes);
             UNROLL(2)
             for (int side = 0; side < SIDES; side++) {
                 Weights w;

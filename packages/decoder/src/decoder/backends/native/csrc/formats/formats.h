@@ -24,7 +24,7 @@ enum {
     WORDS = 8,      // of four inputs, in a part
     LONGEST = 256,  // inputs of a block
     ROWS_HELD = 16, // of a tile
-    FETCHED = 4096, // bytes of weights ahead that a tile fetches to the second cache, as `words_at` does
+    FETCHED = 4096, // bytes of weights ahead that a tile fetches
 };
 
 // PART inputs: `step` times whole numbers from -127 to 127, and their sums, for what all codes of a weight share.
@@ -104,6 +104,11 @@ PRIVATE void round_inputs(const void *x, int x_is_bf16, int64_t rows, int64_t si
 PRIVATE void quantised_panels(
     const PackedWeight *p, const Input *x, int64_t rows, const Out *out, int64_t first, int64_t last);
 #endif
+
+// Fetch what comes FETCHED bytes behind a part of so many, to the nearest cache: `words_at` says why.
+static inline void fetch_ahead(const uint8_t *part, int bytes) {
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(part + FETCHED + at, 0, 3);
+}
 
 // A number of half precision. The exponent's bias is 112 less than in single precision, which a product with 2^112 adds,
 // to numbers too small for an exponent as well.

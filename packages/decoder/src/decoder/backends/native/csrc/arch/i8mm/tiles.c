@@ -65,7 +65,7 @@ INLINE void tile_of_pairs(const Layout l, const int parts, const uint8_t *panel,
     for (int64_t block = 0; block < blocks; block++, panel += head + parts * part_bytes)
         for (int p = 0; p < parts; p++, x += rows) {
             const uint8_t *part = panel + head + p * part_bytes;
-            for (int at = 0; at < part_bytes; at += 64) __builtin_prefetch(part + FETCHED + at, 0, 2);
+            fetch_ahead(part, part_bytes);
             memset(waiting, 0, (size_t)(rows + rows % 2) * sizeof *waiting);
             Half half;
             Shared shared;

@@ -122,7 +122,7 @@ INLINE void tile_of_rows(const Layout l, const int parts, const uint8_t *panel, 
     for (int64_t block = 0; block < blocks; block++, panel += head + parts * part_bytes)
         for (int p = 0; p < parts; p++, x += rows) {
             const uint8_t *part = panel + head + p * part_bytes;
-            for (int at = 0; at < part_bytes; at += 64) __builtin_prefetch(part + FETCHED + at, 0, 2);
+            fetch_ahead(part, part_bytes);
             Half half;
             Shared shared;
             read_half(l, part, 0, &half);
