@@ -8,6 +8,7 @@ For models of the Llama and Qwen2 architectures. Eight bits and `write_texts` ar
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -25,25 +26,45 @@ MODEL_TYPES = ("llama", "qwen2")
 TURNS = 16
 
 
+@cache
+def largest_code() -> int:
+    """The largest code of a weight whose products PyTorch adds up exactly: 127, or 63 on a processor without VNNI.
+
+    Such a processor adds two products in 16 bits, and cuts what is larger. Inputs have codes up to 255.
+    """
+    products = _byte_products(
+        torch.full((4, 64), 255, dtype=torch.uint8),
+        _packed(torch.full((16, 64), 127, dtype=torch.int8)),
+        torch.ones(16),
+        0,
+    )
+    return 127 if (products == 64 * 255 * 127).all() else 63
+
+
+def _packed(codes: Tensor) -> Tensor:
+    return torch.ops.onednn.qlinear_prepack(codes, None)
+
+
+def _byte_products(x: Tensor, packed: Tensor, scales: Tensor, middle: int) -> Tensor:
+    """Sums of products of unsigned codes less their ``middle`` with signed ones, times a scale per output, in float32."""
+    zeros = torch.zeros(len(scales), dtype=torch.int64)
+    return torch.ops.onednn.qlinear_pointwise(
+        *(x, torch.tensor(1.0), torch.tensor(middle, dtype=torch.int32), packed, scales, zeros),
+        *(None, 1.0, 0, torch.float32, "none", [], ""),
+    )
+
+
 class ByteProduct:
     """The product with a weight [n, k] in signed bytes: a scale for each output, and one for each row of inputs."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        scales = weight.float().abs().amax(-1).clamp_min(1e-12) / 127
-        short = (weight.float() / scales[:, None]).round().to(torch.int8)
-        self.weight = torch.ops.onednn.qlinear_prepack(short, None)
-        self.scales, self.zeros = scales, torch.zeros(len(scales), dtype=torch.int64)
+        self.scales = weight.float().abs().amax(-1).clamp_min(1e-12) / largest_code()
+        self.weight = _packed((weight.float() / self.scales[:, None]).round().to(torch.int8))
         self.bias = None if bias is None else bias.float()
-        self.one, self.middle = torch.tensor(1.0), torch.tensor(128, dtype=torch.int32)
 
     def __call__(self, x: Tensor) -> Tensor:
         scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
-        short = (x / scale + 128).round().to(torch.uint8)
-        rest = (None, 1.0, 0, torch.float32, "none", [], "")
-        y = torch.ops.onednn.qlinear_pointwise(
-            short, self.one, self.middle, self.weight, self.scales, self.zeros, *rest
-        )
-        y = y.mul_(scale)
+        y = _byte_products((x / scale + 128).round().to(torch.uint8), self.weight, self.scales, 128).mul_(scale)
         return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
 
 
