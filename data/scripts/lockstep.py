@@ -46,7 +46,7 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def _byte_products(x: Tensor, packed: Tensor, scales: Tensor, middle: int) -> Tensor:
-    """Sums of products of unsigned codes less their ``middle`` with signed ones, times a scale per output, in float32."""
+    """Sums of products of unsigned codes less their ``middle`` with signed ones, times a scale per output."""
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     return torch.ops.onednn.qlinear_pointwise(
         *(x, torch.tensor(1.0), torch.tensor(middle, dtype=torch.int32), packed, scales, zeros),
