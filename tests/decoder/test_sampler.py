@@ -130,25 +130,6 @@ def test_logprobs_are_of_the_filtered_distribution():
     assert expected < 0
 
 
-def test_operators_of_a_draw_leave_the_other_threads_asleep_and_the_number_of_threads_as_it_was(monkeypatch):
-    threads, seen = torch.get_num_threads(), []
-    torch.set_num_threads(2)
-    try:
-        sampler = Sampler(SamplingParams(seed=1), 50_000, CPU, [3], collect_logprobs=True)
-        filtered = sampler.filtered
-        monkeypatch.setattr(
-            sampler, "filtered", lambda logits: seen.append(torch.get_num_threads()) or filtered(logits)
-        )
-        sampler.draw(torch.randn(50_000))
-        assert seen == [1] and torch.get_num_threads() == 2
-        monkeypatch.setattr(sampler, "filtered", lambda logits: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            sampler.draw(torch.randn(50_000))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_coupled_drafts_of_the_true_distribution_are_the_targets_choice():
     params = SamplingParams(seed=6, repetition_penalty=1.2, min_p=0.02)
     for position in range(1, 30):

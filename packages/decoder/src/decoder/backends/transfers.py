@@ -1,7 +1,6 @@
 """Copies between host and device: the host waits when it reads from a device, never when it writes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -9,21 +8,6 @@ import torch
 def on_host(tensor: torch.Tensor) -> bool:
     """Whether the host reads ``tensor`` without waiting for any device."""
     return tensor.device.type == "cpu"
-
-
-@contextmanager
-def on_one_thread() -> Iterator[None]:
-    """A block whose operators PyTorch computes on this thread alone.
-
-    Behind every operator that it shares among threads these wait for the next one for some milliseconds, on the cores
-    that the native library's threads need for the next pass.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def upload(numbers: int | Sequence | torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from decoder.backends.transfers import download, on_host, on_one_thread, upload
+from decoder.backends.transfers import download, on_host, upload
 from decoder.constraints.base import ConstraintError, Vocabulary
 from decoder.sampling.conditions import Conditions, Restriction
 from decoder.sampling.constraint_path import ConstraintPath
@@ -211,20 +211,10 @@ class Sampler:
         if self.native is not None:
             # What may not follow is ruled out before, which changes no other number.
             allowed = self.allowed()
-            left = logits
-            if allowed is not None:
-                with on_one_thread():
-                    left = logits.masked_fill(~allowed, -torch.inf)
+            left = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
             found = self.native.highest(left, position, self.window.penalised)
         if found is not None and not self.collects:
             return Drawn(*found)
-        if self.logits_hook is not None or not on_host(logits):
-            return self._draw_by_operators(logits, position, found)
-        with on_one_thread():
-            return self._draw_by_operators(logits, position, found)
-
-    def _draw_by_operators(self, logits: torch.Tensor, position: int, found: tuple[int, float] | None) -> Drawn:
-        """`draw` where operators filter; ``found`` are the token and its score where the library has chosen it."""
         filtered = self.filtered(logits)
         if found is None and on_host(filtered):
             if self._noised is not None and not self.params.greedy:

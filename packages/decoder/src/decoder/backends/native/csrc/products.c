@@ -39,7 +39,7 @@ INLINE int64_t words_of_row(const Kind kind, int64_t inputs) {
 
 // The words of some panels from `weight` on, one vector for each LANES outputs, and fetch those that come later, to the
 // nearest cache. A Xeon takes 1.5 times as long with the hint for what is read once (NTA), and as long with that for the
-// second cache, with which a Zen 4 takes twice as long.
+// second cache, with which a Zen 4 takes up to twice as long.
 INLINE void words_at(const uint32_t *weight, const int panels, int64_t words, const Ahead *ahead, uvec *both) {
     UNROLL(8)
     for (int i = 0; i < panels * 2; i++) {
