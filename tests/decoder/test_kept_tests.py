@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 import types
@@ -146,6 +147,27 @@ def test_a_module_whose_file_is_gone_keeps_nobody_from_relying_on_them(file, fol
     module.__file__ = str(tmp_path / "gone.py")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     decoder.load(file, tests="kept")
+    decoder.load(file, tests="kept")
+    assert of(run) == BOTH
+
+
+@pytest.fixture
+def library_without_file(monkeypatch, tmp_path):
+    """As the process that compiles it has it, and one whose user asks for another instruction set."""
+    found = [native.cache_folder() / f"native-{native.library_name()}.so", *native._PACKAGE.glob("native-*.so")]
+    [file, *_] = [file for file in found if file.exists()] or [pytest.skip("the library is not kept here")]
+    gone = Path(shutil.copy(file, tmp_path))
+    opened = native._opened(gone)
+    gone.unlink()
+    return opened
+
+
+def test_a_library_whose_file_is_gone_keeps_nobody_from_relying_on_them(
+    library_without_file, file, folder, run, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "_loaded", lambda: library_without_file)
+        decoder.load(file, tests="kept")
     decoder.load(file, tests="kept")
     assert of(run) == BOTH
 

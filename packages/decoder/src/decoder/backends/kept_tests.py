@@ -101,7 +101,7 @@ def circumstances(source: Path) -> dict[str, Any]:
     return {
         "model": {str(file): _contents(file) for file in of_model},
         "code": digest(file.read_bytes() for file in sorted(_PACKAGE.rglob("*.py"))),
-        "library": digest([Path(native.library()._name).read_bytes()]),
+        "library": native.library().contents,
         "instructions": native.library_name(),
         "packages": {name: version(name) for name in ("numpy", "torch", "transformers")},
         "python": sys.version,

@@ -9,6 +9,7 @@ the fastest one.
 """
 
 import ctypes
+import hashlib
 import os
 import shutil
 import stat
@@ -37,6 +38,16 @@ class NativeUnavailable(Exception):
     """The library cannot be had here, with the reason in words."""
 
 
+class Library(ctypes.CDLL):
+    """The library's functions.
+
+    Attributes:
+        contents: a hash of the file they were read from, which may be gone since.
+    """
+
+    contents: str
+
+
 class _Size(ctypes.Structure):
     """`Structure` of library.h: the size of one that is shared."""
 
@@ -54,13 +65,13 @@ _OF_LIBRARY: dict[str, tuple] = {
 }
 
 
-def _loaded() -> ctypes.CDLL | str:
+def _loaded() -> Library | str:
     """The library, or why there is none."""
     return _loaded_for(os.environ.get(_FORCED))
 
 
 @cache
-def _loaded_for(forced: str | None) -> ctypes.CDLL | str:
+def _loaded_for(forced: str | None) -> Library | str:
     """The library for the fastest instruction set, or for the one that the user asks for."""
     try:
         key = _key(forced)
@@ -78,7 +89,7 @@ def _loaded_for(forced: str | None) -> ctypes.CDLL | str:
         return f"it could not be made: {in_words(error)}"
 
 
-def _shipped(forced: str | None) -> ctypes.CDLL | None:
+def _shipped(forced: str | None) -> Library | None:
     """The library that the package brings, if it does; where that one cannot be used, a warning says why."""
     for file in _PACKAGE.glob("native-*.so"):
         try:
@@ -96,7 +107,7 @@ def _shipped(forced: str | None) -> ctypes.CDLL | None:
     return None
 
 
-def _checked(file: Path, forced: str | None) -> ctypes.CDLL:
+def _checked(file: Path, forced: str | None) -> Library:
     """A library that a package brings.
 
     Raises:
@@ -116,7 +127,7 @@ def _checked(file: Path, forced: str | None) -> ctypes.CDLL:
         return _opened(Path(shutil.copy(file, temporary)))
 
 
-def library() -> ctypes.CDLL:
+def library() -> Library:
     """The library, which is compiled if neither the package nor the user's cache folder has it.
 
     Raises:
@@ -231,7 +242,7 @@ def trusted(path: Path) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _compiled(key: str, sets: list[str]) -> ctypes.CDLL:
+def _compiled(key: str, sets: list[str]) -> Library:
     """The library, newly made, and kept for the next process where there is a place for it.
 
     Raises:
@@ -269,13 +280,15 @@ def _keep(made: Path, key: str) -> None:
             copy.replace(folder / f"native-{key}.so")
 
 
-def _opened(file: Path) -> ctypes.CDLL:
+def _opened(file: Path) -> Library:
     """The library in a file, with the types of its functions.
 
     Raises:
         NativeUnavailable: it was made for other structures, or for another processor.
+        OSError: it cannot be read or loaded.
     """
-    library = ctypes.CDLL(str(file))
+    library = Library(str(file))
+    library.contents = hashlib.sha256(file.read_bytes()).hexdigest()
     library.structures.restype, library.instructions.restype = POINTER(_Size), c_char_p
     theirs, own = library.structures(), {one.__name__: ctypes.sizeof(one) for one in STRUCTURES}
     sizes = {entry.name.decode(): entry.bytes for entry in takewhile(lambda entry: entry.name, theirs)}
