@@ -3,9 +3,11 @@
     python packages/decoder/benchmarks/bitwise.py same --model data/smollm2 --heads data/heads-smollm2 --dtype bfloat16
     python packages/decoder/benchmarks/bitwise.py price --model data/smollm2 --heads data/heads-smollm2 --length 512
 
-`same` draws prompts from the shipped test books, samplings, methods, trees, places where the text is cut and resumed,
-and sizes of the prompt's chunks at random, and compares tokens and log-probabilities with `ar`'s until so many tokens
-are compared; with `--batch N` those of N prompts, of which a random number are decoded together. `price` takes turns
+`same` draws prompts from the shipped test books, samplings, methods, trees, caches, places where the text is cut and
+resumed, and sizes of the prompt's chunks at random, and compares tokens and log-probabilities with `ar`'s until so many
+tokens are compared; with `--batch N` those of up to N prompts, of which a random number are decoded together. Without
+heads, methods that need them are left out. TOKENSWIFT_INSTRUCTIONS names an instruction set, and
+`data/scripts/reference_gguf.py` makes small models in each format of GGUF files. `price` takes turns
 with bitwise on and off: medians of the quotients of times, and their range. Times are by the clock, so the machine
 should have nothing else to do.
 """
@@ -15,7 +17,7 @@ import gzip
 import json
 import random
 from dataclasses import replace
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 
@@ -33,7 +35,9 @@ SAMPLINGS = (
     SamplingParams(top_k=40, top_p=0.95),
 )
 TREES = (None, (1, 2), (2, 2), (1, 2, 2), (1, 3, 3, 3), (1,) * 8, (8,))
-METHODS = ("auto", "suffix", "prompt-lookup", "magicdec", "tokenswift-fused", "tokenswift", "medusa")
+METHODS = ("auto", "suffix", "prompt-lookup", "magicdec")
+WITH_HEADS = ("tokenswift-fused", "tokenswift", "medusa")
+CACHES = (None, None, "int8")
 CHUNKS = (7, 64, 100, 512)
 
 
@@ -56,18 +60,21 @@ def same(arguments: argparse.Namespace) -> None:
     """Compare until ``--tokens`` are compared; the exit status is 1 when any differs."""
     dec = decoder.load(arguments.model, arguments.heads, dtype=arguments.dtype, bitwise=True)
     choose, texts, new = random.Random(arguments.seed), books(dec, 6), arguments.new_tokens
+    methods = METHODS + (WITH_HEADS if arguments.heads else ())
     asked = {"ignore_eos": True, "return_logprobs": True}
     compared = runs = differing = 0
     while compared < arguments.tokens:
-        prompts = [drawn_prompt(choose, texts, arguments.lengths) for _ in range(arguments.batch)]
+        count, cache = choose.randint(1, arguments.batch), choose.choice(CACHES)
+        prompts = [drawn_prompt(choose, texts, arguments.lengths) for _ in range(count)]
         samplings = [replace(choose.choice(SAMPLINGS), seed=choose.randrange(100)) for _ in prompts]
         target._PREFILL_CHUNK = 512
         plain = [
-            dec.generate(*text, "ar", how, **asked) for *text, how in zip(prompts, repeat(new), samplings, strict=False)
+            dec.generate(prompt, new, "ar", how, TokenSwiftOptions(kv_dtype=cache), **asked)
+            for prompt, how in zip(prompts, samplings, strict=True)
         ]
-        for method in choose.sample(METHODS, arguments.methods):
+        for method in choose.sample(methods, min(arguments.methods, len(methods))):
             target._PREFILL_CHUNK = choose.choice(CHUNKS) if max(map(len, prompts)) < 1000 else 512
-            options = TokenSwiftOptions(tree=choose.choice(TREES), budget=256)
+            options = TokenSwiftOptions(tree=choose.choice(TREES), budget=256, kv_dtype=cache)
             cuts = [choose.choice((0, 0, choose.randrange(new))) for _ in prompts]
             contexts = [prompt + out.token_ids[:cut] for prompt, out, cut in zip(prompts, plain, cuts, strict=True)]
             news, together = [new - cut for cut in cuts], choose.randint(1, len(prompts))
@@ -126,7 +133,7 @@ def main() -> None:
     commands.choices["same"].add_argument("--tokens", type=int, default=10_000)
     commands.choices["same"].add_argument("--methods", type=int, default=4, help="of each prompt")
     commands.choices["same"].add_argument("--lengths", type=int, nargs="+", default=[16, 90, 200, 512, 2048])
-    commands.choices["same"].add_argument("--batch", type=int, default=1, help="prompts that are compared together")
+    commands.choices["same"].add_argument("--batch", type=int, default=1, help="at most so many prompts together")
     commands.choices["same"].add_argument("--seed", type=int, default=0)
     commands.choices["price"].add_argument("--length", type=int, default=512)
     commands.choices["price"].add_argument("--rounds", type=int, default=10)
