@@ -82,6 +82,8 @@ def plain(ended, prompt):
         product(("no end token", "end tokens"), OPTIONS, DRAFTING),
         # Without a tree of their own the others have the one that is fixed.
         [("no end token", "by cost", method) for method in ("auto", "suffix", *TUNED)]
+        # Its forced tokens are more than its tree has nodes, up to the end of the text.
+        + [("no end token", "fixed", "draft-model")]
         + [("end tokens", "fixed", method) for method in DRAFTING if method not in TUNED],
     ),
     indirect=["ended"],

@@ -296,6 +296,10 @@ static void tokens(int64_t vocab) {
         const Sampling c = {penalised, 1.1, 0.8, log(0.01), 7, do_sample};
         const int64_t found = sample_candidates(&c, 11, logits, 0, vocab, ids, scores, 64);
         print("sample_candidates", found, ids, found > 0 ? found * 8 : 0);
+        double logprob[9];
+        const int64_t likely = log_probabilities(&c, logits, 0, vocab, ids[0], logprob, 8, ids, logprob + 1);
+        print("likely", likely, ids, likely * 8);
+        print("log-probabilities", do_sample, logprob, (likely + 1) * 8);
         float best[8];
         int64_t drafts[8];
         float *written = memory(vocab * 4);

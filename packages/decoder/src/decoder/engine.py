@@ -13,7 +13,6 @@ from decoder.backends.base import DEEPEST, PassOutput
 from decoder.backends.transfers import download
 from decoder.drafters.base import DeferredRead, DraftsAhead
 from decoder.drafters.levels import fill_together
-from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.model.target import Target
 from decoder.parallel.ranks import Ranks, linked
 from decoder.prefix_reuse import PrefixReuse
@@ -135,7 +134,7 @@ class Engine:
                     path, drafter = sequence.sampler.constraint, sequence.drafter
                     if path is not None and not getattr(drafter, "keeps_within", False):
                         # Plain decoding drafts nothing, forced tokens neither.
-                        keep_within(tree, path, depth if drafter.max_nodes > 1 else 0, max(drafter.max_nodes, WIDEST))
+                        keep_within(tree, path, depth if sequence.most_nodes > 1 else 0, sequence.most_nodes)
                     tree.prune(depth, self.target.most_nodes)
                     trees[sequence] = tree
         return trees

@@ -19,7 +19,7 @@ from decoder.prompt_scores import PromptScores
 from decoder.sampling.acceptance import Independent, exact
 from decoder.sampling.params import SamplingParams
 from decoder.sampling.sampler import Sampler
-from decoder.sequence import Sequence
+from decoder.sequence import Sequence, most_nodes
 from decoder.text.stops import eos_ids
 from decoder.text.stream import TextStream
 
@@ -54,7 +54,7 @@ def new_sequence(dec: "Decoder", engine: Engine, arguments: Arguments) -> Sequen
                 running=lambda: max(1, engine.decoding),
             )
         )
-        smallest, growable = len(context) + target.width(drafter.max_nodes), arguments.open_ended
+        smallest, growable = len(context) + target.width(most_nodes(drafter, sampler)), arguments.open_ended
         cache = full_cache(CacheForm.of(options), smallest + remaining * (not growable), growable=growable)
         if target.has_two_forms:
             cache.prompt_tokens = len(arguments.context) - sampling.continued_tokens

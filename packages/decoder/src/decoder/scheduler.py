@@ -146,7 +146,7 @@ class Scheduler:
     def _grows(self, sequence: Sequence) -> bool:
         """Whether the cache must grow for the next step."""
         room = sequence.cache.capacity - sequence.cache.length
-        return sequence.cache.growable and room < self.target.width(sequence.drafter.max_nodes)
+        return sequence.cache.growable and room < self.target.width(sequence.most_nodes)
 
     def _admit(self) -> None:
         """Let waiting sequences join as long as there is room."""

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from decoder.cache.full import FullCache
 from decoder.drafters.base import Drafter, WantsLevels, WorksBetweenSteps
+from decoder.drafters.tuning.verify_costs import WIDEST
 from decoder.outputs import Chunk, GenerationOutput, Request
 from decoder.prompt_scores import PromptScores
 from decoder.sampling.acceptance import AcceptanceRule, exact
@@ -16,6 +17,15 @@ T = TypeVar("T")
 
 Renew = Callable[[list[int], int], tuple[Drafter, FullCache]]
 """Makes the drafter and the empty cache of a text: its tokens so far, and how many may yet be generated."""
+
+
+def most_nodes(drafter: Drafter, sampler: Sampler) -> int:
+    """How many nodes the trees of a text have at most.
+
+    A constraint adds the tokens that follow in any case, which may be more than a drafter's own; not in plain decoding,
+    which drafts nothing.
+    """
+    return drafter.max_nodes if sampler.constraint is None or drafter.max_nodes == 1 else max(drafter.max_nodes, WIDEST)
 
 
 class Sequence:
@@ -93,6 +103,11 @@ class Sequence:
     def token_ids(self) -> list[int]:
         """The new tokens so far."""
         return self.sampler.context[len(self.request.prompt_ids) :]
+
+    @property
+    def most_nodes(self) -> int:
+        """How many nodes its trees have at most."""
+        return most_nodes(self.drafter, self.sampler)
 
     @property
     def done(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -58,8 +59,10 @@ class Restriction:
         mask = None if self.path is None or node is None else self.path.mask(node)
         banned = self._banned(output, mask)
         if banned:
-            mask = torch.ones(self._vocabulary.size, dtype=torch.bool) if mask is None else mask.clone()
-            mask[banned] = False
+            # NumPy, as for all rows on the host, see `host_rows`.
+            left = np.ones(self._vocabulary.size, np.bool_) if mask is None else mask.numpy().copy()
+            left[banned] = False
+            mask = torch.from_numpy(left)
         return None if mask is None else mask.to(self._device)
 
     def _banned(self, output: Sequence[int], mask: torch.Tensor | None) -> list[int]:
@@ -70,7 +73,7 @@ class Restriction:
         if len(output) < self._min_tokens:
             ends = list(self._vocabulary.stop_ids)
             # Where the constraint leaves nothing but an end, the text ends early.
-            if mask is None or int(mask[ends].sum()) < int(mask.sum()):
+            if mask is None or np.count_nonzero(mask.numpy()[ends]) < np.count_nonzero(mask.numpy()):
                 banned += ends
         return banned
 

@@ -13,6 +13,7 @@ import torch
 
 from decoder.backends.native import library as native
 from decoder.backends.native.structures import Sampling
+from decoder.sampling.host_rows import in_float32
 from decoder.sampling.noise import gumbel
 from decoder.sampling.params import SamplingParams
 
@@ -79,6 +80,25 @@ class NativeChoice:
         count = self._candidates(scores.float(), position)  # a rounding is less than what the library leaves room for
         return self._best(scores[self._ids[:count]].tolist(), position) if count > 0 else None
 
+    def log_probabilities(
+        self, logits: torch.Tensor, token: int, penalised: torch.Tensor | None, most: int
+    ) -> tuple[float, list[tuple[int, float]]] | None:
+        """What of the distribution is told: the log-probability of the token that `highest` has found in these logits.
+
+        Returns:
+            It, and the ``most`` likeliest tokens as (id, log-probability), without those that the filters drop. None
+            where the library leaves it to others: it would take long to rank so many.
+        """
+        if most > _ROOM:
+            return None
+        self._own.penalised = None if penalised is None else penalised.data_ptr()
+        logprob, ids, values = c_double(), (c_int64 * _ROOM)(), (c_double * _ROOM)()
+        is_bf16, vocab_size = logits.dtype == torch.bfloat16, len(logits)
+        count = native.library().log_probabilities(
+            byref(self._own), logits.data_ptr(), is_bf16, vocab_size, token, byref(logprob), most, ids, values
+        )
+        return logprob.value, list(zip(ids[:count], values[:count], strict=True))
+
     def _candidates(self, logits: torch.Tensor, position: int) -> int:
         """How many tokens are left, whose ids and scores are noted; fewer than one where the library cannot tell."""
         is_bf16, vocab_size = logits.dtype == torch.bfloat16, len(logits)
@@ -103,7 +123,7 @@ class NativeChoice:
             do_sample: whether scores hold the noise of the position.
             width: how many; there may be fewer, whose others have a score of -inf.
         """
-        row = torch.empty(len(logits), dtype=torch.float32).copy_(logits)  # which is written over
+        row = in_float32(logits)  # which is written over
         choosing, scores, tokens = self.choosing(do_sample, penalised), (c_float * width)(), (c_int64 * width)()
         native.library().rank_drafts(
             byref(choosing), position, row.data_ptr(), len(row), width, byref(scores), byref(tokens)

@@ -12,6 +12,7 @@ from decoder.sampling.conditions import Conditions, Restriction
 from decoder.sampling.constraint_path import ConstraintPath
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.filters import first_argmax, highest, highest_of, process_logits
+from decoder.sampling.host_rows import without
 from decoder.sampling.native_choice import NativeChoice, no_choice
 from decoder.sampling.noise import NoiseRows
 from decoder.sampling.params import SamplingParams
@@ -211,10 +212,12 @@ class Sampler:
         if self.native is not None:
             # What may not follow is ruled out before, which changes no other number.
             allowed = self.allowed()
-            left = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+            left = logits if allowed is None else without(logits, allowed)
             found = self.native.highest(left, position, self.window.penalised)
-        if found is not None and not self.collects:
-            return Drawn(*found)
+            if found is not None and not self.collects:
+                return Drawn(*found)
+            if found is not None and (drawn := self._described(left, *found)) is not None:
+                return drawn
         filtered = self.filtered(logits)
         if found is None and on_host(filtered):
             if self._noised is not None and not self.params.greedy:
@@ -226,6 +229,20 @@ class Sampler:
         best = scores.amax(-1, keepdim=True)
         chosen = first_argmax(scores, best)[None]
         return self.drawn(*download(torch.cat([chosen, best, *self.collected(filtered[None], chosen)])))
+
+    def _described(self, logits: torch.Tensor, token: int, score: float) -> Drawn | None:
+        """What the library has drawn from logits [V], with what is collected; None where it leaves that to others."""
+        assert self.native is not None
+        found = self.native.log_probabilities(logits, token, self.window.penalised, self._most_likely)
+        if found is None:
+            return None
+        logprob, likely = found
+        return Drawn(
+            token,
+            score,
+            None if self.logprobs is None else logprob,
+            None if self.top_logprobs is None else likely,
+        )
 
     def collected(self, filtered: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
         """What is collected of T distributions ``filtered`` [T, V] and the ``tokens`` [T] chosen from them.
@@ -366,7 +383,7 @@ class Sampler:
         if self.native is not None and token_ids is None:
             do_sample = coupled and not self.params.greedy
             if (allowed := context.allowed()) is not None:
-                logits = logits.masked_fill(~allowed[: len(logits)], -torch.inf)
+                logits = without(logits, allowed[: len(logits)])
             return self.native.best_drafts(logits, context.position, context.in_window(), do_sample, width)
         scores, indices = self.draft_scores(logits[None], coupled, context, token_ids)[0].topk(width)
         tokens = indices if token_ids is None else token_ids[indices]

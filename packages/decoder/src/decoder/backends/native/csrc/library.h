@@ -272,6 +272,9 @@ typedef struct {
 //                   before noise: those whose approximate noise does not rule them out, or without noise the first of the
 //                   best. Returns how many, or -1 where there are more than `room`, or the logits hold what is no number
 //                   or too large.
+// log_probabilities of a token in the distribution that `sampling/` draws from, and those of the `most` likeliest tokens
+//                   that it can draw, the likeliest first, of equal ones the first. Returns how many these are. The logits
+//                   are some of which `sample_candidates` found candidates.
 // rank_drafts       the `width` best of `vocab` drafts at a position, the best first.
 // draft_numbers     numbers of memory that `draft_levels` needs for so many branches at a time.
 // draft_levels      `room` has `draft_numbers` for the branches of all texts. Returns 0, or 1 where there was no memory.
@@ -312,6 +315,10 @@ typedef struct {
         (const Sampling *c, int64_t position, const void *logits, int is_bf16, int64_t vocab, int64_t *ids,            \
             double *scores, int64_t room),                                                                             \
         (c, position, logits, is_bf16, vocab, ids, scores, room))                                                      \
+    X(int64_t, log_probabilities,                                                                                      \
+        (const Sampling *c, const void *logits, int is_bf16, int64_t vocab, int64_t token, double *logprob,            \
+            int64_t most, int64_t *ids, double *values),                                                               \
+        (c, logits, is_bf16, vocab, token, logprob, most, ids, values))                                                \
     X(void, rank_drafts,                                                                                               \
         (const Sampling *c, int64_t position, float *logits, int64_t vocab, int64_t width, float *scores,              \
             int64_t *tokens),                                                                                          \

@@ -33,6 +33,7 @@
 #define attend IN_SET(attend)
 #define run_layers IN_SET(run_layers)
 #define sample_candidates IN_SET(sample_candidates)
+#define log_probabilities IN_SET(log_probabilities)
 #define rank_drafts IN_SET(rank_drafts)
 #define draft_numbers IN_SET(draft_numbers)
 #define draft_levels IN_SET(draft_levels)

@@ -84,11 +84,8 @@ INLINE int no_word(signed_words where) {
     return none(halves_of_it[0] | halves_of_it[1]);
 }
 
-// The tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores before noise:
-// those whose approximate noise does not rule them out, or without noise the first of the best. Returns how many, or -1
-// where there are more than `room`, or the logits hold what is no number or too large.
-int64_t sample_candidates(const Sampling *c, int64_t position, const void *logits, int is_bf16, int64_t vocab,
-    int64_t *ids, double *scores, int64_t room) {
+// The highest score of all tokens; NaN where logits hold what is no number, or too large.
+static double best_score(const Sampling *c, const void *logits, int is_bf16, int64_t vocab) {
     const uint8_t *penalised = c->penalised;
     const int64_t whole = vocab / LANES * LANES;
     vec most = splat(-INFINITY);
@@ -108,7 +105,17 @@ int64_t sample_candidates(const Sampling *c, int64_t position, const void *logit
     }
     const float unpenalised = largest_of(most);
     if (processed(c, unpenalised, 0) > best) best = processed(c, unpenalised, 0);
-    if (!none(wrong) || !(best < 1e9 && best > -1e9)) return -1;
+    return none(wrong) && best < 1e9 && best > -1e9 ? best : NAN;
+}
+
+// The tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores before noise:
+// those whose approximate noise does not rule them out, or without noise the first of the best. Returns how many, or -1
+// where there are more than `room`, or the logits hold what is no number or too large.
+int64_t sample_candidates(const Sampling *c, int64_t position, const void *logits, int is_bf16, int64_t vocab,
+    int64_t *ids, double *scores, int64_t room) {
+    const uint8_t *penalised = c->penalised;
+    const double best = best_score(c, logits, is_bf16, vocab);
+    if (best != best) return -1;
     const double floor = c->do_sample ? best + c->log_min_p : best;
     // Logits below this one are below the floor, whatever roundings do.
     const double cut = floor * c->temperature - 1e-5 * (1 + fabs(floor * c->temperature));
@@ -159,6 +166,82 @@ int64_t sample_candidates(const Sampling *c, int64_t position, const void *logit
     for (int64_t n = 0; n < count; n++)
         if (sums[n] >= highest - margin) ids[kept] = ids[n], scores[kept++] = scores[n];
     return kept;
+}
+
+// Eight numbers in double precision, whatever a set's LANES are: sums of them have the same bits everywhere.
+typedef double reals __attribute__((vector_size(64)));
+typedef int64_t real_bits __attribute__((vector_size(64)));
+typedef float eight __attribute__((vector_size(32)));
+
+INLINE int no_real(real_bits where) {
+    ivec parts[16 / LANES], any = {0};
+    memcpy(parts, &where, sizeof where);
+    for (int part = 0; part < 16 / LANES; part++) any |= parts[part];
+    return none(any);
+}
+
+// e^x for x <= 0, within a few units of the last place; 0 where that is no ordinary number.
+INLINE reals exponential(reals x) {
+    const reals shifted = x * 0x1.71547652b82fep+0 + 0x1.8p52; // whose last bits are the power of two
+    const reals n = shifted - 0x1.8p52;
+    const reals r = x - n * 0x1.62e42fefa0000p-1 - n * 0x1.cf79abc9e3b39p-40;
+    reals p = r * (1.0 / 6227020800) + 1.0 / 479001600;
+    p = p * r + 1.0 / 39916800;
+    p = p * r + 1.0 / 3628800;
+    p = p * r + 1.0 / 362880;
+    p = p * r + 1.0 / 40320;
+    p = p * r + 1.0 / 5040;
+    p = p * r + 1.0 / 720;
+    p = p * r + 1.0 / 120;
+    p = p * r + 1.0 / 24;
+    p = p * r + 1.0 / 6;
+    p = p * r + 0.5;
+    p = p * r + 1;
+    p = p * r + 1;
+    return (reals)(((real_bits)p + ((real_bits)shifted << 52)) & (x > -700));
+}
+
+// The log-probability of a token in the distribution that `sampling/` draws from, and those of the `most` likeliest
+// tokens that it can draw, the likeliest first, of equal ones the first. Returns how many these are.
+int64_t log_probabilities(const Sampling *c, const void *logits, int is_bf16, int64_t vocab, int64_t token,
+    double *logprob, int64_t most, int64_t *ids, double *values) {
+    const uint8_t *penalised = c->penalised;
+    const double best = best_score(c, logits, is_bf16, vocab), floor = c->do_sample ? best + c->log_min_p : -INFINITY;
+    int64_t found = 0;
+    double own = -INFINITY;
+    reals sums = {0};
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        const int64_t left = vocab - i;
+        const vec x = left >= LANES ? load(logits, i, is_bf16, LANES) : load(logits, i, is_bf16, left);
+        const int rises = penalised && any(penalised + i, left);
+        for (int64_t first = 0; first < LANES && first < left; first += 8) {
+            eight part;
+            memcpy(&part, (const char *)&x + 4 * first, sizeof part);
+            reals score = __builtin_convertvector(part, reals);
+            if (c->temperature != 1) score /= c->temperature;
+            for (int64_t lane = 0; lane < 8 && first + lane < left && rises; lane++)
+                if (penalised[i + first + lane]) score[lane] = processed(c, part[lane], 1);
+            for (int64_t lane = left - first; lane < 8; lane++) score[lane] = -INFINITY;
+            const real_bits stays = score >= floor;
+            if (no_real(stays)) continue;
+            sums += (reals)((real_bits)exponential(score - best) & stays);
+            if (token >= i + first && token < i + first + 8) own = score[token - i - first];
+            if (!most || (found == most && no_real(score > values[most - 1]))) continue;
+            for (int64_t lane = 0; lane < 8; lane++) {
+                int64_t at = found;
+                while (at && score[lane] > values[at - 1]) at--;
+                if (at == most || !stays[lane] || score[lane] == -INFINITY) continue;
+                found += found < most;
+                for (int64_t n = found - 1; n > at; n--) values[n] = values[n - 1], ids[n] = ids[n - 1];
+                values[at] = score[lane], ids[at] = i + first + lane;
+            }
+        }
+    }
+    const double total = ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+    const double all = best + log(total);
+    *logprob = own - all;
+    for (int64_t n = 0; n < found; n++) values[n] -= all;
+    return found;
 }
 
 void best_drafts(const Sampling *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab,
