@@ -293,7 +293,7 @@ static void tokens(int64_t vocab) {
     int64_t ids[64];
     double scores[64];
     for (int do_sample = 0; do_sample < 2; do_sample++) {
-        const Sampling c = {penalised, 1.1, 0.8, log(0.01), 7, do_sample};
+        const Sampling c = {penalised, penalised, NULL, NULL, 1.1, 0, 0, 0.8, 0, 1, log(0.01), 0, 7, do_sample};
         const int64_t found = sample_candidates(&c, 11, logits, 0, vocab, ids, scores, 64);
         print("sample_candidates", found, ids, found > 0 ? found * 8 : 0);
         double logprob[9];

@@ -227,8 +227,11 @@ class PassBackend(Protocol):
     def computed_by(self) -> str:
         """What its bits depend on beside the model, its dtype and the number of threads, to compare two runs by."""
 
-    def choice(self, params: "SamplingParams") -> "NativeChoice | None":
-        """What chooses tokens faster than the sampler's own operators, and chooses the same; None if nothing does."""
+    def choice(self, params: "SamplingParams", bias: torch.Tensor | None = None) -> "NativeChoice | None":
+        """What chooses tokens faster than the sampler's own operators, and chooses the same; None if nothing does.
+
+        ``bias`` is what these parameters add to logits, float64 [V].
+        """
         return None
 
     def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> "NativeLevels | None":

@@ -10,13 +10,15 @@ import torch
 _MINUS_INFINITY = np.int16(-128)  # the bits of it in bfloat16
 
 
-def without(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """A copy of logits [V] with -inf for the tokens that are not ``allowed``, bool [V]."""
-    if logits.dtype == torch.bfloat16:
-        bits = np.where(allowed.numpy(), logits.view(torch.int16).numpy(), _MINUS_INFINITY)
-        return torch.from_numpy(bits).view(torch.bfloat16)
-    numbers = logits.numpy()
-    return torch.from_numpy(np.where(allowed.numpy(), numbers, numbers.dtype.type(-np.inf)))
+def without(logits: torch.Tensor, allowed: torch.Tensor | None, suppressed: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of logits [V] with -inf for tokens that are not ``allowed``, bool [V], and for the ids ``suppressed``."""
+    is_bf16 = logits.dtype == torch.bfloat16
+    numbers = logits.view(torch.int16).numpy() if is_bf16 else logits.numpy()
+    least = _MINUS_INFINITY if is_bf16 else numbers.dtype.type(-np.inf)
+    left = numbers.copy() if allowed is None else np.where(allowed.numpy(), numbers, least)
+    if suppressed is not None:
+        left[suppressed.numpy()[suppressed.numpy() < len(left)]] = least
+    return torch.from_numpy(left).view(logits.dtype)
 
 
 def in_float32(logits: torch.Tensor) -> torch.Tensor:

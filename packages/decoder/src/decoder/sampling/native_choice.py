@@ -8,7 +8,9 @@ import math
 from collections.abc import Sequence
 from ctypes import byref, c_double, c_float, c_int64
 from dataclasses import fields
+from functools import reduce
 
+import numpy as np
 import torch
 
 from decoder.backends.native import library as native
@@ -19,14 +21,15 @@ from decoder.sampling.params import SamplingParams
 
 IMPLEMENTED = frozenset(
     {
-        *("temperature", "min_p", "repetition_penalty", "penalty_window", "seed"),
-        *("constraint", "bad_words", "min_tokens", "continued_tokens"),
+        *("temperature", "top_k", "top_p", "min_p", "eta_cutoff", "repetition_penalty", "penalty_window", "seed"),
+        *("presence_penalty", "frequency_penalty", "logit_bias"),
+        *("suppress_tokens", "constraint", "bad_words", "min_tokens", "continued_tokens"),
         "include_stop_str_in_output",  # of the text, and not of its tokens
     }
 )
-"""The fields of `SamplingParams` that the library takes into account; its window comes with each call.
+"""The fields of `SamplingParams` that the library takes into account; its window and counts come with each call.
 
-Tokens that constraint, bad words and min_tokens rule out have logits of -inf already.
+Tokens that are suppressed, or that constraint, bad words and min_tokens rule out, have logits of -inf already.
 """
 
 _ROOM = 64  # tokens that may be left
@@ -34,43 +37,78 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NativeChoice:
-    """Chooses tokens as ``params`` say; see `native_choice` for where it can be had."""
+    """Chooses tokens as ``params`` say; see `native_choice` for where it can be had.
 
-    def __init__(self, params: SamplingParams):
-        self._params = params
+    Args:
+        bias: what is added to logits, float64 [V]; None where nothing is.
+    """
+
+    def __init__(self, params: SamplingParams, bias: torch.Tensor | None = None):
+        self._params, self._bias = params, bias
+        self._biased = None if bias is None else bias.numpy() != 0
         self._own = self.choosing(not params.greedy)
         self._ids, self._scores = (c_int64 * _ROOM)(), (c_double * _ROOM)()
         self._sample_candidates = native.library().sample_candidates
 
+    @property
+    def ranks_drafts(self) -> bool:
+        """Whether it ranks drafts, for which scores of single tokens change by the penalty of repetition alone."""
+        return self._bias is None and not self._params.counts_output
+
     def choosing(self, do_sample: bool, penalised: torch.Tensor | None = None) -> Sampling:
         """What the library must know, for tokens with noise or without; ``penalised`` as in `highest`."""
         params = self._params
+        window = None if penalised is None else penalised.data_ptr()
         return Sampling(
-            None if penalised is None else penalised.data_ptr(),
-            params.repetition_penalty,
-            1.0 if params.greedy else params.temperature,
-            math.log(params.min_p) if params.min_p else -math.inf,
-            params.seed % 2**64,
-            do_sample,
+            special=window,
+            penalised=window,
+            penalty=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            temperature=1.0 if params.greedy else params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            log_min_p=math.log(params.min_p) if params.min_p else -math.inf,
+            eta=params.eta_cutoff,
+            seed=params.seed % 2**64,
+            do_sample=do_sample,
         )
 
-    def highest(self, logits: torch.Tensor, position: int, penalised: torch.Tensor | None) -> tuple[int, float] | None:
+    def highest(
+        self, logits: torch.Tensor, position: int, penalised: torch.Tensor | None, counts: torch.Tensor | None = None
+    ) -> tuple[int, float] | None:
         """The token drawn at a position, and its score, with noise or without.
 
         Args:
             logits: the target's [V].
             penalised: the tokens of the penalty window, bool [V]; None stands for an empty one.
+            counts: how often the output has each token, int32 [V]; None where that changes nothing.
 
         Returns:
             None where the library leaves it to others: too many tokens are left, or some logits are no numbers.
         """
         if logits.dtype not in _DTYPES or not logits.is_contiguous():
             return None
-        self._own.penalised = None if penalised is None else penalised.data_ptr()
+        special = self._take(penalised, counts)
         count = self._candidates(logits, position)
+        del special  # which had to stay until here
         if count < 1:
             return None
         return (self._ids[0], self._scores[0]) if count == 1 else self._best(self._scores[:count], position)
+
+    def _take(self, penalised: torch.Tensor | None, counts: torch.Tensor | None) -> np.ndarray | None:
+        """Let the library know the tokens whose scores are their own, bool [V], for as long as these are held."""
+        own, parts = self._own, [] if self._biased is None else [self._biased]
+        own.bias = None if self._bias is None else self._bias.data_ptr()
+        own.penalised = None if penalised is None else penalised.data_ptr()
+        own.counts = None if counts is None else counts.data_ptr()
+        if penalised is not None:
+            parts.append(penalised.numpy())
+        if counts is not None:
+            parts.append(counts.numpy() > 0)
+        special = reduce(np.logical_or, parts) if parts else None
+        own.special = None if special is None else special.ctypes.data
+        return special
 
     def highest_with_noise(self, scores: torch.Tensor, position: int) -> tuple[int, float] | None:
         """The token whose score [V], float64, plus noise is the highest, the first of equal ones, and that sum.
@@ -81,7 +119,12 @@ class NativeChoice:
         return self._best(scores[self._ids[:count]].tolist(), position) if count > 0 else None
 
     def log_probabilities(
-        self, logits: torch.Tensor, token: int, penalised: torch.Tensor | None, most: int
+        self,
+        logits: torch.Tensor,
+        token: int,
+        penalised: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        most: int,
     ) -> tuple[float, list[tuple[int, float]]] | None:
         """What of the distribution is told: the log-probability of the token that `highest` has found in these logits.
 
@@ -91,13 +134,14 @@ class NativeChoice:
         """
         if most > _ROOM:
             return None
-        self._own.penalised = None if penalised is None else penalised.data_ptr()
+        special = self._take(penalised, counts)
         logprob, ids, values = c_double(), (c_int64 * _ROOM)(), (c_double * _ROOM)()
         is_bf16, vocab_size = logits.dtype == torch.bfloat16, len(logits)
         count = native.library().log_probabilities(
             byref(self._own), logits.data_ptr(), is_bf16, vocab_size, token, byref(logprob), most, ids, values
         )
-        return logprob.value, list(zip(ids[:count], values[:count], strict=True))
+        del special
+        return None if count < 0 else (logprob.value, list(zip(ids[:count], values[:count], strict=True)))
 
     def _candidates(self, logits: torch.Tensor, position: int) -> int:
         """How many tokens are left, whose ids and scores are noted; fewer than one where the library cannot tell."""
@@ -131,13 +175,15 @@ class NativeChoice:
         return list(zip(tokens, scores, strict=True))
 
 
-def native_choice(params: SamplingParams, device: torch.device) -> NativeChoice | None:
+def native_choice(
+    params: SamplingParams, device: torch.device, bias: torch.Tensor | None = None
+) -> NativeChoice | None:
     """A choice by the library; None on other devices, and where a field it does not implement is not at its default."""
     others = [field for field in fields(params) if field.name not in IMPLEMENTED]
     plain = all(getattr(params, field.name) == field.default for field in others)
-    return NativeChoice(params) if plain and device.type == "cpu" else None
+    return NativeChoice(params, bias) if plain and device.type == "cpu" else None
 
 
-def no_choice(params: SamplingParams) -> None:
+def no_choice(params: SamplingParams, bias: torch.Tensor | None = None) -> None:
     """No choice, whatever the parameters."""
     return None

@@ -79,7 +79,7 @@ class Sampler:
         logits_hook: LogitsHook | None = None,
         collect_logprobs: bool = False,
         collect_top_logprobs: int = 0,
-        choice: "Callable[[SamplingParams], NativeChoice | None]" = no_choice,
+        choice: "Callable[..., NativeChoice | None]" = no_choice,
         vocabulary: Vocabulary | None = None,
     ):
         self.params, self.logits_hook = params, logits_hook
@@ -89,9 +89,6 @@ class Sampler:
         self._most_likely = collect_top_logprobs
         self.noise = NoiseRows(params.seed, vocab_size, device)
         self.draft_params = params.for_weak_drafts()
-        self.native = choice(params) if logits_hook is None else None
-        self._noised = choice(SamplingParams(seed=params.seed))  # for distributions that operators have filtered
-        self.native_drafts = None if params.restricts else choice(self.draft_params)
         outside = next((token for token in params.suppress_tokens if token >= vocab_size), None)
         if outside is not None:
             raise ValueError(f"suppress_tokens has {outside}, which is outside the vocabulary of {vocab_size}")
@@ -103,6 +100,11 @@ class Sampler:
         output = self.context[self._prompt_tokens :]
         self.output = PenaltyWindow(_ENDLESS if params.counts_output else 0, vocab_size, device, output)
         self._bias = _bias(params, vocab_size, device)
+        self.native = choice(params, bias=self._bias) if logits_hook is None else None
+        self._noised = choice(SamplingParams(seed=params.seed))  # for what operators have filtered
+        free = not params.restricts and self._suppressed is None
+        drafts = choice(self.draft_params, bias=self._bias) if free else None
+        self.native_drafts = drafts if drafts is not None and drafts.ranks_drafts else None
         self._tells_output = bool(params.bad_words or params.min_tokens)
         self._restriction: Restriction | None = None
         if params.restricts:
@@ -151,8 +153,11 @@ class Sampler:
 
     def _conditions(self, drafted: Sequence[int] = ()) -> Conditions:
         """Those of a node of a tree, of which penalties are those of the sequence alone."""
-        counts = self.output.counts if self.output.size else None
-        return Conditions(self.window.penalised, counts, self.allowed(drafted))
+        return Conditions(*self._given(), self.allowed(drafted))
+
+    def _given(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The tokens of the penalty window, bool [V], and how often the output has each, int32 [V], if used."""
+        return self.window.penalised, self.output.counts if self.output.size else None
 
     def filtered(self, logits: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
         """The target's logits [V] after hook, penalty and filters: unnormalised log-probabilities, float64 [V].
@@ -211,9 +216,11 @@ class Sampler:
         found = None
         if self.native is not None:
             # What may not follow is ruled out before, which changes no other number.
-            allowed = self.allowed()
-            left = logits if allowed is None else without(logits, allowed)
-            found = self.native.highest(left, position, self.window.penalised)
+            allowed, given = self.allowed(), self._given()
+            left = (
+                logits if allowed is None and self._suppressed is None else without(logits, allowed, self._suppressed)
+            )
+            found = self.native.highest(left, position, *given)
             if found is not None and not self.collects:
                 return Drawn(*found)
             if found is not None and (drawn := self._described(left, *found)) is not None:
@@ -230,10 +237,16 @@ class Sampler:
         chosen = first_argmax(scores, best)[None]
         return self.drawn(*download(torch.cat([chosen, best, *self.collected(filtered[None], chosen)])))
 
+    def _ruled_out(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+        """Logits [v] on the host, of the first tokens at least, with -inf for those that may not be chosen."""
+        if allowed is None and self._suppressed is None:
+            return logits
+        return without(logits, None if allowed is None else allowed[: len(logits)], self._suppressed)
+
     def _described(self, logits: torch.Tensor, token: int, score: float) -> Drawn | None:
         """What the library has drawn from logits [V], with what is collected; None where it leaves that to others."""
         assert self.native is not None
-        found = self.native.log_probabilities(logits, token, self.window.penalised, self._most_likely)
+        found = self.native.log_probabilities(logits, token, *self._given(), self._most_likely)
         if found is None:
             return None
         logprob, likely = found
@@ -380,10 +393,9 @@ class Sampler:
 
         Where the native library ranks them, scores are rounded, and a tie in single precision can turn their order.
         """
-        if self.native is not None and token_ids is None:
+        if self.native is not None and self.native.ranks_drafts and token_ids is None:
             do_sample = coupled and not self.params.greedy
-            if (allowed := context.allowed()) is not None:
-                logits = without(logits, allowed[: len(logits)])
+            logits = self._ruled_out(logits, context.allowed())
             return self.native.best_drafts(logits, context.position, context.in_window(), do_sample, width)
         scores, indices = self.draft_scores(logits[None], coupled, context, token_ids)[0].topk(width)
         tokens = indices if token_ids is None else token_ids[indices]

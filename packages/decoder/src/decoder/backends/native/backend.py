@@ -179,8 +179,8 @@ class NativeBackend(PassBackend):
         products += [packed_by(self._forwards.get(module)) for module in self._target.modules]
         return Counter(product.kind.__name__.removesuffix("Weight") for product in products if product is not None)
 
-    def choice(self, params: "SamplingParams") -> NativeChoice | None:
-        return native_choice(params, self._target.device)
+    def choice(self, params: "SamplingParams", bias: torch.Tensor | None = None) -> NativeChoice | None:
+        return native_choice(params, self._target.device, bias)
 
     def levels(self, heads: nn.Module, vocabulary: "DraftVocabulary") -> NativeLevels | None:
         return native_levels(self._target, heads, vocabulary, self.called)

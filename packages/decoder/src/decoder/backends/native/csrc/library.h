@@ -173,11 +173,16 @@ typedef struct {
 
 // How one text's tokens are chosen.
 typedef struct {
-    const uint8_t *penalised; // by token; NULL where none is
-    double penalty, temperature;
-    double log_min_p; // -INFINITY where nothing is filtered
+    const uint8_t *special;   // by token: whether its score takes more than the temperature; NULL where no token's does
+    const uint8_t *penalised; // by token, and so are bias and counts; NULL where there are none
+    const double *bias;
+    const int32_t *counts; // in the output
+    double penalty, frequency, presence, temperature;
+    int64_t top_k;         // 0 where it filters nothing,
+    double top_p;          // and here 1,
+    double log_min_p, eta; // -INFINITY and 0
     uint64_t seed;
-    int32_t do_sample; // without noise the best one is chosen, and neither temperature nor min-p change it
+    int32_t do_sample; // without noise the best one is chosen, and neither temperature nor filters change it
 } Sampling;
 
 // A head: state + change, and for a gated one + down (silu(gate) * up).
@@ -227,7 +232,7 @@ enum { KEYS_TOGETHER = 256, QUERY_HEADS_HELD = 48, MOST_DIM = 576, MOST_CODED_DI
 #define EACH_STRUCTURE(X)                                                                                          \
     X(PackedWeight, 40) X(QuantisedPart, 24) X(Quantised, 80) X(Format, 32) X(Expert, 120) X(Experts, 160) \
     X(Mixer, 160) X(RecurrentState, 80) X(Layer, 296) X(SequenceKV, 128) X(Attention, 104)  \
-    X(Pass, 104) X(Sampling, 48) X(Head, 104) X(Drafter, 112) X(Drafts, 112)
+    X(Pass, 104) X(Sampling, 112) X(Head, 104) X(Drafter, 112) X(Drafts, 176)
 // clang-format on
 
 #define HAS_SIZE(name, bytes) _Static_assert(sizeof(name) == (bytes), "the size of " #name);
@@ -238,7 +243,7 @@ _Static_assert(offsetof(Layer, norm_in) == 4 * sizeof(PackedWeight) && offsetof(
 _Static_assert(
     offsetof(SequenceKV, mask) == 88 && offsetof(Attention, scaling) == 64 && offsetof(Pass, scratch) == 72, "offsets");
 _Static_assert(offsetof(Drafter, embeddings) == 40 && offsetof(Drafter, vocabulary) == 64, "offsets");
-_Static_assert(offsetof(Drafts, state) == 56 && offsetof(Drafts, newest) == 72, "offsets");
+_Static_assert(offsetof(Drafts, state) == 120 && offsetof(Drafts, newest) == 136, "offsets");
 
 typedef struct {
     const char *name;

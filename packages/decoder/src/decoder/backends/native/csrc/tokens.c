@@ -62,19 +62,24 @@ INLINE vec noise(words z) {
 static const float FAR = 8;
 static const uint64_t RARE = 0x0016000000000000u;
 
-// The repetition penalty, and then the temperature.
-INLINE double processed(const Sampling *c, double x, int penalised) {
-    if (penalised) {
-        const double less = x / c->penalty, more = x * c->penalty;
-        x = c->penalty > 1 ? (less < more ? less : more) : (less > more ? less : more);
+// The score of a token: bias, penalties, and then the temperature.
+INLINE double processed(const Sampling *c, double x, int64_t id) {
+    if (c->special && c->special[id]) {
+        if (c->bias) x += c->bias[id];
+        if (c->penalised && c->penalised[id]) {
+            const double less = x / c->penalty, more = x * c->penalty;
+            x = c->penalty > 1 ? (less < more ? less : more) : (less > more ? less : more);
+        }
+        if (c->counts && c->counts[id]) x = x - c->counts[id] * c->frequency - c->presence;
     }
     return c->temperature == 1 ? x : x / c->temperature;
 }
 
-// Whether any of LANES tokens is penalised.
-INLINE int any(const uint8_t *penalised, int64_t count) {
+// Whether any of LANES tokens is special.
+INLINE int any(const uint8_t *special, int64_t count) {
+    if (!special) return 0;
     uint64_t two[2] = {0, 0};
-    memcpy(two, penalised, count < LANES ? (size_t)count : LANES);
+    memcpy(two, special, count < LANES ? (size_t)count : LANES);
     return (two[0] | two[1]) != 0;
 }
 
@@ -84,88 +89,34 @@ INLINE int no_word(signed_words where) {
     return none(halves_of_it[0] | halves_of_it[1]);
 }
 
+INLINE const uint8_t *special_from(const Sampling *c, int64_t id) { return c->special ? c->special + id : NULL; }
+
+INLINE vec logits_from(const void *logits, int is_bf16, int64_t vocab, int64_t i) {
+    const int64_t left = vocab - i;
+    return left >= LANES ? load(logits, i, is_bf16, LANES) : load(logits, i, is_bf16, left);
+}
+
 // The highest score of all tokens; NaN where logits hold what is no number, or too large.
 static double best_score(const Sampling *c, const void *logits, int is_bf16, int64_t vocab) {
-    const uint8_t *penalised = c->penalised;
-    const int64_t whole = vocab / LANES * LANES;
     vec most = splat(-INFINITY);
     double best = -INFINITY;
     ivec wrong = {0};
     for (int64_t i = 0; i < vocab; i += LANES) {
-        const vec x = i < whole ? load(logits, i, is_bf16, LANES) : load(logits, i, is_bf16, vocab - i);
+        const int64_t left = vocab - i;
+        const vec x = logits_from(logits, is_bf16, vocab, i);
         wrong |= x != x;
-        if (i == whole || (penalised && any(penalised + i, LANES))) {
-            for (int lane = 0; lane < LANES && i + lane < vocab; lane++) {
-                const double score = processed(c, x[lane], penalised && penalised[i + lane]);
+        if (left < LANES || any(special_from(c, i), left)) {
+            for (int lane = 0; lane < LANES && lane < left; lane++) {
+                const double score = processed(c, x[lane], i + lane);
                 best = score > best ? score : best;
             }
         } else {
             most = larger(x, most);
         }
     }
-    const float unpenalised = largest_of(most);
-    if (processed(c, unpenalised, 0) > best) best = processed(c, unpenalised, 0);
+    const double plain = largest_of(most) / c->temperature;
+    if (plain > best) best = plain;
     return none(wrong) && best < 1e9 && best > -1e9 ? best : NAN;
-}
-
-// The tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores before noise:
-// those whose approximate noise does not rule them out, or without noise the first of the best. Returns how many, or -1
-// where there are more than `room`, or the logits hold what is no number or too large.
-int64_t sample_candidates(const Sampling *c, int64_t position, const void *logits, int is_bf16, int64_t vocab,
-    int64_t *ids, double *scores, int64_t room) {
-    const uint8_t *penalised = c->penalised;
-    const double best = best_score(c, logits, is_bf16, vocab);
-    if (best != best) return -1;
-    const double floor = c->do_sample ? best + c->log_min_p : best;
-    // Logits below this one are below the floor, whatever roundings do.
-    const double cut = floor * c->temperature - 1e-5 * (1 + fabs(floor * c->temperature));
-    const int may_rise = penalised && c->penalty < 1;
-    const uint64_t key = key_of(c->seed, position);
-    const float margin = 1e-3f + 1e-6f * (float)(fabs(best) + 40), rate = (float)(1 / c->temperature);
-    float highest = -INFINITY, sums[room];
-    int64_t count = 0;
-    signed_words tokens;
-    for (int lane = 0; lane < LANES; lane++) tokens[lane] = lane;
-    for (int64_t i = 0; i < vocab; i += LANES, tokens += LANES) {
-        const int64_t left = vocab - i;
-        const vec x = left >= LANES ? load(logits, i, is_bf16, LANES) : load(logits, i, is_bf16, left);
-        if (!may_rise && none(x >= (float)cut)) continue;
-        vec score = x * rate;
-        if (penalised && any(penalised + i, left))
-            for (int lane = 0; lane < LANES && lane < left; lane++)
-                if (penalised[i + lane]) score[lane] = (float)processed(c, x[lane], 1);
-        vec sum = score;
-        if (c->do_sample) {
-            const words random = words_of(key, tokens);
-            if (none(score >= highest - margin - FAR) && no_word(random < RARE)) continue;
-            sum += noise(random);
-        }
-        const ivec near = sum >= highest - margin;
-        if (none(near)) continue;
-        for (int lane = 0; lane < LANES && lane < left; lane++) {
-            if (!near[lane]) continue;
-            const double exact = processed(c, x[lane], penalised && penalised[i + lane]);
-            if (!(exact >= floor) || exact == -INFINITY) continue;
-            if (!c->do_sample) {
-                ids[0] = i + lane, scores[0] = exact;
-                return 1;
-            }
-            if (sum[lane] > highest) highest = sum[lane];
-            if (count == room) {
-                int64_t kept = 0;
-                for (int64_t n = 0; n < count; n++)
-                    if (sums[n] >= highest - margin)
-                        ids[kept] = ids[n], scores[kept] = scores[n], sums[kept++] = sums[n];
-                if (kept == room) return -1;
-                count = kept;
-            }
-            ids[count] = i + lane, scores[count] = exact, sums[count++] = sum[lane];
-        }
-    }
-    int64_t kept = 0;
-    for (int64_t n = 0; n < count; n++)
-        if (sums[n] >= highest - margin) ids[kept] = ids[n], scores[kept++] = scores[n];
-    return kept;
 }
 
 // Eight numbers in double precision, whatever a set's LANES are: sums of them have the same bits everywhere.
@@ -179,6 +130,8 @@ INLINE int no_real(real_bits where) {
     for (int part = 0; part < 16 / LANES; part++) any |= parts[part];
     return none(any);
 }
+
+INLINE double sum_of_reals(reals x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 
 // e^x for x <= 0, within a few units of the last place; 0 where that is no ordinary number.
 INLINE reals exponential(reals x) {
@@ -201,44 +154,227 @@ INLINE reals exponential(reals x) {
     return (reals)(((real_bits)p + ((real_bits)shifted << 52)) & (x > -700));
 }
 
+// The scores of eight tokens from `id` on, of which x are the logits; -INFINITY behind the last token.
+INLINE reals scores_of(const Sampling *c, eight x, int64_t id, int64_t vocab) {
+    const int64_t left = vocab - id < 8 ? vocab - id : 8;
+    reals score = __builtin_convertvector(x, reals);
+    if (c->temperature != 1) score /= c->temperature;
+    if (c->special)
+        for (int64_t lane = 0; lane < left; lane++)
+            if (c->special[id + lane]) score[lane] = processed(c, x[lane], id + lane);
+    for (int64_t lane = left; lane < 8; lane++) score[lane] = -INFINITY;
+    return score;
+}
+
+// All tokens in eights: `id` is the first one's, `score` are their scores. Those whose logits are all below `least` are
+// passed over, unless some of them are special.
+#define EACH_EIGHT(c, logits, is_bf16, vocab, least, id, score)                                                        \
+    for (int64_t block_ = 0; block_ < (vocab); block_ += LANES)                                                        \
+        for (vec x_ = logits_from(logits, is_bf16, vocab, block_), *once_ = &x_; once_; once_ = NULL)                  \
+            if (!none(x_ >= (least)) || any(special_from(c, block_), (vocab)-block_))                                  \
+                for (int64_t id = block_; id < block_ + LANES && id < (vocab); id += 8)                                \
+                    for (reals score = scores_of(c, eight_of(&x_, id - block_), id, vocab), *here_ = &score; here_;    \
+                         here_ = NULL)
+
+INLINE eight eight_of(const vec *x, int64_t first) {
+    eight part;
+    memcpy(&part, (const char *)x + 4 * first, sizeof part);
+    return part;
+}
+
+// Tokens whose scores are above `floor`, or equal to it where their ids are up to `last`: what filters leave.
+typedef struct {
+    double floor;
+    int64_t last;
+} Cut;
+
+INLINE real_bits inside(const Cut *cut, reals score, int64_t id) {
+    const real_bits ids = id + (real_bits){0, 1, 2, 3, 4, 5, 6, 7};
+    return (score > -INFINITY) & ((score > cut->floor) | ((score == cut->floor) & (ids <= cut->last)));
+}
+
+// Logits below this one have scores below `floor`, whatever roundings do.
+INLINE float below(const Sampling *c, double floor) {
+    return (float)(floor * c->temperature - 1e-5 * (1 + fabs(floor * c->temperature)));
+}
+
+// The sum of e^(score - best) of the tokens inside, and that of these terms times their scores.
+static double total(
+    const Sampling *c, const void *logits, int is_bf16, int64_t vocab, double best, const Cut *cut, double *weighted) {
+    reals sums = {0}, products = {0};
+    EACH_EIGHT(c, logits, is_bf16, vocab, below(c, cut->floor), id, score) {
+        const real_bits stays = inside(cut, score, id);
+        if (no_real(stays)) continue;
+        const reals term = (reals)((real_bits)exponential(score - best) & stays);
+        sums += term;
+        products += term * (reals)((real_bits)score & stays);
+    }
+    *weighted = sum_of_reals(products);
+    return sum_of_reals(sums);
+}
+
+typedef struct {
+    double score;
+    int64_t id;
+} Ranked;
+
+static int higher(const void *one, const void *other) {
+    const Ranked *a = one, *b = other;
+    if (a->score != b->score) return a->score > b->score ? -1 : 1;
+    return a->id < b->id ? -1 : a->id > b->id;
+}
+
+// The tokens whose scores are at least `least`, to `list`, which is made larger where it must be. Returns how many, or -1
+// where there is no memory.
+static int64_t gather(
+    const Sampling *c, const void *logits, int is_bf16, int64_t vocab, double least, Ranked **list, int64_t *room) {
+    const Cut all = {least, vocab};
+    int64_t count = 0;
+    EACH_EIGHT(c, logits, is_bf16, vocab, below(c, least), id, score) {
+        const real_bits stays = inside(&all, score, id);
+        if (no_real(stays)) continue;
+        if (count + 8 > *room) {
+            Ranked *more = realloc(*list, (size_t)(2 * *room + 8) * sizeof(Ranked));
+            if (!more) return -1;
+            *list = more, *room = 2 * *room + 8;
+        }
+        for (int64_t lane = 0; lane < 8; lane++)
+            if (stays[lane]) (*list)[count++] = (Ranked){score[lane], id + lane};
+    }
+    return count;
+}
+
+// What top-k and top-p leave, one after the other, to `cut`. Returns 0, or 1 where there is no memory.
+static int rank_filters(
+    const Sampling *c, const void *logits, int is_bf16, int64_t vocab, double best, int limited, Cut *cut) {
+    enum { FURTHEST = 700 }; // below the best: what is less likely adds nothing to sums
+    const int64_t most = limited ? c->top_k : vocab;
+    Ranked *list = NULL;
+    int64_t room = 0, count = 0;
+    double weighted, all = limited ? 0 : total(c, logits, is_bf16, vocab, best, cut, &weighted), mass = 0;
+    for (double reach = 1;; reach *= 2) {
+        const int whole = reach > FURTHEST;
+        count = gather(c, logits, is_bf16, vocab, whole ? -INFINITY : best - reach, &list, &room);
+        mass = 0;
+        for (int64_t n = 0; n < count && !limited; n++) mass += exp(list[n].score - best);
+        if (count < 0 || whole || (limited ? count >= most : mass >= c->top_p * all)) break;
+    }
+    if (count > 0) {
+        qsort(list, (size_t)count, sizeof(Ranked), higher);
+        count = count < most ? count : most;
+        for (int64_t n = 0; n < count && limited; n++) all += exp(list[n].score - best);
+        int64_t kept = c->top_p < 1 ? 1 : count;
+        mass = exp(list[0].score - best);
+        while (kept < count && mass < c->top_p * all) mass += exp(list[kept++].score - best);
+        *cut = (Cut){list[kept - 1].score, list[kept - 1].id};
+    }
+    free(list);
+    return count < 0;
+}
+
+// What the filters leave, where `best` is the highest score; without noise the best tokens. Returns 0, or 1 where there
+// is no memory.
+static int filters(const Sampling *c, const void *logits, int is_bf16, int64_t vocab, double best, Cut *cut) {
+    *cut = (Cut){c->do_sample ? -INFINITY : best, vocab};
+    if (!c->do_sample) return 0;
+    const int limited = c->top_k > 0 && c->top_k < vocab;
+    if ((limited || c->top_p < 1) && rank_filters(c, logits, is_bf16, vocab, best, limited, cut)) return 1;
+    if (best + c->log_min_p > cut->floor) *cut = (Cut){best + c->log_min_p, vocab};
+    if (c->eta > 0) {
+        double weighted;
+        const double sum = total(c, logits, is_bf16, vocab, best, cut, &weighted), all = best + log(sum);
+        const double entropy = all - weighted / sum, rare = sqrt(c->eta) * exp(-entropy);
+        const double floor = log(c->eta < rare ? c->eta : rare) + all;
+        if (floor > cut->floor) *cut = (Cut){floor < best ? floor : best, vocab};
+    }
+    return 0;
+}
+
+// The tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores before noise:
+// those whose approximate noise does not rule them out, or without noise the first of the best. Returns how many, or -1
+// where there are more than `room`, or no memory, or the logits hold what is no number or too large.
+int64_t sample_candidates(const Sampling *c, int64_t position, const void *logits, int is_bf16, int64_t vocab,
+    int64_t *ids, double *scores, int64_t room) {
+    const double best = best_score(c, logits, is_bf16, vocab);
+    Cut cut;
+    if (best != best || filters(c, logits, is_bf16, vocab, best, &cut)) return -1;
+    const float least = below(c, cut.floor);
+    const uint64_t key = key_of(c->seed, position);
+    const float margin = 1e-3f + 1e-6f * (float)(fabs(best) + 40), rate = (float)(1 / c->temperature);
+    float highest = -INFINITY, sums[room];
+    int64_t count = 0;
+    signed_words tokens;
+    for (int lane = 0; lane < LANES; lane++) tokens[lane] = lane;
+    for (int64_t i = 0; i < vocab; i += LANES, tokens += LANES) {
+        const int64_t left = vocab - i;
+        const vec x = logits_from(logits, is_bf16, vocab, i);
+        const int special = any(special_from(c, i), left);
+        if (!special && none(x >= least)) continue;
+        vec score = x * rate;
+        if (special)
+            for (int lane = 0; lane < LANES && lane < left; lane++)
+                if (c->special[i + lane]) score[lane] = (float)processed(c, x[lane], i + lane);
+        vec sum = score;
+        if (c->do_sample) {
+            const words random = words_of(key, tokens);
+            if (none(score >= highest - margin - FAR) && no_word(random < RARE)) continue;
+            sum += noise(random);
+        }
+        const ivec near = sum >= highest - margin;
+        if (none(near)) continue;
+        for (int lane = 0; lane < LANES && lane < left; lane++) {
+            if (!near[lane]) continue;
+            const double exact = processed(c, x[lane], i + lane);
+            if (!(exact > cut.floor || (exact == cut.floor && i + lane <= cut.last)) || exact == -INFINITY) continue;
+            if (!c->do_sample) {
+                ids[0] = i + lane, scores[0] = exact;
+                return 1;
+            }
+            if (sum[lane] > highest) highest = sum[lane];
+            if (count == room) {
+                int64_t kept = 0;
+                for (int64_t n = 0; n < count; n++)
+                    if (sums[n] >= highest - margin)
+                        ids[kept] = ids[n], scores[kept] = scores[n], sums[kept++] = sums[n];
+                if (kept == room) return -1;
+                count = kept;
+            }
+            ids[count] = i + lane, scores[count] = exact, sums[count++] = sum[lane];
+        }
+    }
+    int64_t kept = 0;
+    for (int64_t n = 0; n < count; n++)
+        if (sums[n] >= highest - margin) ids[kept] = ids[n], scores[kept++] = scores[n];
+    return kept;
+}
+
 // The log-probability of a token in the distribution that `sampling/` draws from, and those of the `most` likeliest
-// tokens that it can draw, the likeliest first, of equal ones the first. Returns how many these are.
+// tokens that it can draw, the likeliest first, of equal ones the first. Returns how many these are, or -1 where there is
+// no memory.
 int64_t log_probabilities(const Sampling *c, const void *logits, int is_bf16, int64_t vocab, int64_t token,
     double *logprob, int64_t most, int64_t *ids, double *values) {
-    const uint8_t *penalised = c->penalised;
-    const double best = best_score(c, logits, is_bf16, vocab), floor = c->do_sample ? best + c->log_min_p : -INFINITY;
+    const double best = best_score(c, logits, is_bf16, vocab);
+    Cut cut = {-INFINITY, vocab};
+    if (c->do_sample && filters(c, logits, is_bf16, vocab, best, &cut)) return -1;
     int64_t found = 0;
     double own = -INFINITY;
     reals sums = {0};
-    for (int64_t i = 0; i < vocab; i += LANES) {
-        const int64_t left = vocab - i;
-        const vec x = left >= LANES ? load(logits, i, is_bf16, LANES) : load(logits, i, is_bf16, left);
-        const int rises = penalised && any(penalised + i, left);
-        for (int64_t first = 0; first < LANES && first < left; first += 8) {
-            eight part;
-            memcpy(&part, (const char *)&x + 4 * first, sizeof part);
-            reals score = __builtin_convertvector(part, reals);
-            if (c->temperature != 1) score /= c->temperature;
-            for (int64_t lane = 0; lane < 8 && first + lane < left && rises; lane++)
-                if (penalised[i + first + lane]) score[lane] = processed(c, part[lane], 1);
-            for (int64_t lane = left - first; lane < 8; lane++) score[lane] = -INFINITY;
-            const real_bits stays = score >= floor;
-            if (no_real(stays)) continue;
-            sums += (reals)((real_bits)exponential(score - best) & stays);
-            if (token >= i + first && token < i + first + 8) own = score[token - i - first];
-            if (!most || (found == most && no_real(score > values[most - 1]))) continue;
-            for (int64_t lane = 0; lane < 8; lane++) {
-                int64_t at = found;
-                while (at && score[lane] > values[at - 1]) at--;
-                if (at == most || !stays[lane] || score[lane] == -INFINITY) continue;
-                found += found < most;
-                for (int64_t n = found - 1; n > at; n--) values[n] = values[n - 1], ids[n] = ids[n - 1];
-                values[at] = score[lane], ids[at] = i + first + lane;
-            }
+    EACH_EIGHT(c, logits, is_bf16, vocab, below(c, cut.floor), id, score) {
+        const real_bits stays = inside(&cut, score, id);
+        if (no_real(stays)) continue;
+        sums += (reals)((real_bits)exponential(score - best) & stays);
+        if (token >= id && token < id + 8) own = score[token - id];
+        if (!most || (found == most && no_real(score > values[most - 1]))) continue;
+        for (int64_t lane = 0; lane < 8; lane++) {
+            int64_t at = found;
+            while (at && score[lane] > values[at - 1]) at--;
+            if (at == most || !stays[lane]) continue;
+            found += found < most;
+            for (int64_t n = found - 1; n > at; n--) values[n] = values[n - 1], ids[n] = ids[n - 1];
+            values[at] = score[lane], ids[at] = id + lane;
         }
     }
-    const double total = ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
-    const double all = best + log(total);
+    const double all = best + log(sum_of_reals(sums));
     *logprob = own - all;
     for (int64_t n = 0; n < found; n++) values[n] -= all;
     return found;
@@ -263,7 +399,15 @@ void best_drafts(const Sampling *c, int64_t position, float *logits, const int64
     for (int64_t i = 0; i < whole; i += LANES) most = larger(load(logits, i, 0, LANES), most);
     for (int64_t i = whole; i < vocab; i++) best = logits[i] > best ? logits[i] : best;
     best = largest_of(most) > best ? largest_of(most) : best;
-    const float floor = c->do_sample ? (float)(best * rate + c->log_min_p) : -INFINITY;
+    float floor = c->do_sample ? (float)(best * rate + c->log_min_p) : -INFINITY;
+    if (c->do_sample && (c->top_k > 0 || c->top_p < 1 || c->eta > 0)) {
+        Sampling plain = *c; // the logits are penalised by now
+        plain.special = NULL;
+        Cut cut;
+        const double highest = best_score(&plain, logits, 0, vocab);
+        if (highest == highest && !filters(&plain, logits, 0, vocab, highest, &cut))
+            floor = (float)cut.floor * (cut.floor > 0 ? 1 - 1e-6f : 1 + 1e-6f);
+    }
     const uint64_t key = key_of(c->seed, position);
     for (int64_t n = 0; n < width; n++) scores[n] = -INFINITY, tokens[n] = ids ? ids[0] : 0;
     signed_words these;
