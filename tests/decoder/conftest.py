@@ -141,7 +141,8 @@ def as_on_cuda(monkeypatch):
     """Kernels have their stand-ins, the walk and each choice are the device's, and what was never written is no
     number."""
     monkeypatch.setattr(target.Target, "draws_whole_trees", True)
-    monkeypatch.setattr("decoder.sampling.sampler.on_host", lambda tensor: False)
+    for module in ("sampler", "host_rows"):
+        monkeypatch.setattr(f"decoder.sampling.{module}.on_host", lambda tensor: False)
     monkeypatch.setattr(split_kv, "split_kv_attention", eager_attention)
     monkeypatch.setattr(kernel_check, "_PASSES", ((1, False), (5, True)))
     monkeypatch.setattr(kernel_check, "_LENGTHS", (0, 70))

@@ -209,7 +209,7 @@ def test_a_slow_part_shows_as_that_part(data, tmp_path, monkeypatch, pass_by):
 
         patch.setattr(owner, name, slow)
 
-    # draft_choice calls draft_scores: what took time once must not be counted twice.
+    # draft_choice calls best_drafts: what took time once must not be counted twice.
     with monkeypatch.context() as patch:
         slowed(patch, DraftContext, "in_window")
         assert run(data, tmp_path / "a", "magicdec").exit_code == 0

@@ -292,24 +292,30 @@ static void tokens(int64_t vocab) {
     for (int64_t i = 0; i < vocab; i++) penalised[i] = random_bits() % 9 == 0;
     int64_t ids[64];
     double scores[64];
-    for (int do_sample = 0; do_sample < 2; do_sample++) {
-        const Sampling c = {penalised, penalised, NULL, NULL, 1.1, 0, 0, 0.8, 0, 1, log(0.01), 0, 7, do_sample};
+    double *bias = memory(vocab * 8);
+    int32_t *counts = memory(vocab * 4);
+    for (int64_t i = 0; i < vocab; i++)
+        bias[i] = penalised[i] ? (double)(i % 7) - 3 : 0, counts[i] = penalised[i] ? (int32_t)(i % 3) : 0;
+    for (int kind = 0; kind < 4; kind++) {
+        const int do_sample = kind > 0;
+        const Sampling c = {penalised, penalised, kind == 3 ? bias : NULL, kind == 3 ? counts : NULL, 1.1, 0.3, 0.2,
+            0.8, kind == 2 ? 40 : 0, kind > 1 ? 0.9 : 1, log(0.01), kind == 3 ? 0.01 : 0, 7, do_sample};
         const int64_t found = sample_candidates(&c, 11, logits, 0, vocab, ids, scores, 64);
         print("sample_candidates", found, ids, found > 0 ? found * 8 : 0);
         double logprob[9];
         const int64_t likely = log_probabilities(&c, logits, 0, vocab, ids[0], logprob, 8, ids, logprob + 1);
         print("likely", likely, ids, likely * 8);
-        print("log-probabilities", do_sample, logprob, (likely + 1) * 8);
+        print("log-probabilities", kind, logprob, (likely + 1) * 8);
         float best[8];
         int64_t drafts[8];
         float *written = memory(vocab * 4);
         memcpy(written, logits, vocab * 4);
         rank_drafts(&c, 11, written, vocab, 8, best, drafts);
-        print("drafts", do_sample, drafts, sizeof drafts);
-        print("scores", do_sample, best, sizeof best);
+        print("drafts", kind, drafts, sizeof drafts);
+        print("scores", kind, best, sizeof best);
         free(written);
     }
-    free(logits), free(penalised);
+    free(logits), free(penalised), free(bias), free(counts);
 }
 
 int main(int count, char **arguments) {

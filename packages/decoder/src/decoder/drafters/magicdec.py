@@ -10,7 +10,6 @@ from decoder.backends.transfers import download
 from decoder.cache.full import FullCache
 from decoder.cache.streaming import RecentCache
 from decoder.drafters.base import Drafter, DrafterContext
-from decoder.sampling.filters import first_argmax
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 
@@ -48,7 +47,7 @@ class MagicDec(Drafter):
             self.recent.hold(step)
             hidden = self.target.draft(drafted.newest(), cache.length + step, self.recent)
             logits = self.target.head(self.target.norm(hidden))
-            chain.append(first_argmax(sampler.draft_scores(logits, self.options.coupled, drafted)))
+            chain.append(sampler.draft_choice(logits[0], self.options.coupled, drafted))
             drafted.push(chain[-1])
         tree.add_path(self.target.ranks.agree(download(torch.cat(chain))) if chain else (), "target")
         return tree

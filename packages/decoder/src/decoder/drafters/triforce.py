@@ -103,7 +103,8 @@ class TriForce(Drafter):
 
     def _choice(self, sampler: Sampler, logits: torch.Tensor, drafted: list[int]) -> int:
         """The best candidate behind ``drafted``, the same for all processes that share the target."""
-        return self.target.ranks.first(lambda: sampler.draft_choice(logits, self.options.coupled, drafted))
+        context = sampler.draft_context(drafted)
+        return self.target.ranks.first(lambda: int(sampler.draft_choice(logits, self.options.coupled, context)))
 
     def _read_text(self, tokens: list[int]) -> torch.Tensor | None:
         """Let the small model read committed tokens; returns the hidden states of the last chunk."""

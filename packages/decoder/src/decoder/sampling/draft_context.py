@@ -6,6 +6,7 @@ import torch
 
 from decoder.backends.transfers import upload
 from decoder.sampling.conditions import Conditions
+from decoder.sampling.host_rows import above_zero, copied
 from decoder.sampling.noise import NoiseRows
 from decoder.sampling.penalty_window import PenaltyWindow
 
@@ -73,13 +74,13 @@ class DraftContext:
         self._tokens.append(token)
         if self._output.size:
             if self._output_counts is self._output.counts:
-                self._output_counts = self._output_counts.clone()
+                self._output_counts = copied(self._output_counts)
             self._count(self._output_counts, token, 1)
         size, within = self._window.size, self._window.tokens
         if not size:
             return
         if self._counts is self._window.counts:
-            self._counts = self._counts.clone()
+            self._counts = copied(self._counts)
         self._count(self._counts, token, 1)
         leaving = len(within) + len(self._tokens) - size - 1
         if self._added is not None or leaving < 0:
@@ -103,7 +104,7 @@ class DraftContext:
         """The tokens that are penalised at the next position, bool [V]; None when nothing is penalised."""
         if self._counts is self._window.counts:
             return self._window.penalised
-        return self._counts > 0
+        return above_zero(self._counts)
 
     def conditions(self) -> Conditions:
         """Those of the next position. On a device, to know what may follow is to wait for the drafted tokens."""

@@ -7,6 +7,8 @@ one, on the cores that the native library's threads need for the next pass.
 import numpy as np
 import torch
 
+from decoder.backends.transfers import on_host
+
 _MINUS_INFINITY = np.int16(-128)  # the bits of it in bfloat16
 
 
@@ -19,6 +21,16 @@ def without(logits: torch.Tensor, allowed: torch.Tensor | None, suppressed: torc
     if suppressed is not None:
         left[suppressed.numpy()[suppressed.numpy() < len(left)]] = least
     return torch.from_numpy(left).view(logits.dtype)
+
+
+def copied(numbers: torch.Tensor) -> torch.Tensor:
+    """A copy of numbers [V], on any device."""
+    return torch.from_numpy(numbers.numpy().copy()) if on_host(numbers) else numbers.clone()
+
+
+def above_zero(counts: torch.Tensor) -> torch.Tensor:
+    """Which of some counts [V] are, bool [V], on any device."""
+    return torch.from_numpy(counts.numpy() > 0) if on_host(counts) else counts > 0
 
 
 def in_float32(logits: torch.Tensor) -> torch.Tensor:

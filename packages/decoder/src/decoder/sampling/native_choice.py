@@ -50,18 +50,18 @@ class NativeChoice:
         self._ids, self._scores = (c_int64 * _ROOM)(), (c_double * _ROOM)()
         self._sample_candidates = native.library().sample_candidates
 
-    @property
-    def ranks_drafts(self) -> bool:
-        """Whether it ranks drafts, for which scores of single tokens change by the penalty of repetition alone."""
-        return self._bias is None and not self._params.counts_output
+    def choosing(
+        self, do_sample: bool, penalised: torch.Tensor | None = None, counts: torch.Tensor | None = None
+    ) -> Sampling:
+        """What the library must know, for tokens with noise or without; ``penalised`` and ``counts`` as in `highest`.
 
-    def choosing(self, do_sample: bool, penalised: torch.Tensor | None = None) -> Sampling:
-        """What the library must know, for tokens with noise or without; ``penalised`` as in `highest`."""
+        It is enough to rank drafts, and not for the target's tokens, see `_take`.
+        """
         params = self._params
-        window = None if penalised is None else penalised.data_ptr()
         return Sampling(
-            special=window,
-            penalised=window,
+            penalised=_address(penalised),
+            bias=_address(self._bias),
+            counts=_address(counts),
             penalty=params.repetition_penalty,
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
@@ -99,9 +99,7 @@ class NativeChoice:
     def _take(self, penalised: torch.Tensor | None, counts: torch.Tensor | None) -> np.ndarray | None:
         """Let the library know the tokens whose scores are their own, bool [V], for as long as these are held."""
         own, parts = self._own, [] if self._biased is None else [self._biased]
-        own.bias = None if self._bias is None else self._bias.data_ptr()
-        own.penalised = None if penalised is None else penalised.data_ptr()
-        own.counts = None if counts is None else counts.data_ptr()
+        own.penalised, own.counts = _address(penalised), _address(counts)
         if penalised is not None:
             parts.append(penalised.numpy())
         if counts is not None:
@@ -159,7 +157,13 @@ class NativeChoice:
         return ids[best], sums[best]
 
     def best_drafts(
-        self, logits: torch.Tensor, position: int, penalised: torch.Tensor | None, do_sample: bool, width: int
+        self,
+        logits: torch.Tensor,
+        position: int,
+        penalised: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        do_sample: bool,
+        width: int,
     ) -> list[tuple[int, float]]:
         """The best candidates for a position by a draft's logits [V], with their scores in single precision.
 
@@ -168,11 +172,15 @@ class NativeChoice:
             width: how many; there may be fewer, whose others have a score of -inf.
         """
         row = in_float32(logits)  # which is written over
-        choosing, scores, tokens = self.choosing(do_sample, penalised), (c_float * width)(), (c_int64 * width)()
+        choosing, scores, tokens = self.choosing(do_sample, penalised, counts), (c_float * width)(), (c_int64 * width)()
         native.library().rank_drafts(
             byref(choosing), position, row.data_ptr(), len(row), width, byref(scores), byref(tokens)
         )
         return list(zip(tokens, scores, strict=True))
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def native_choice(

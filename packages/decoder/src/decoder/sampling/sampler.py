@@ -103,8 +103,7 @@ class Sampler:
         self.native = choice(params, bias=self._bias) if logits_hook is None else None
         self._noised = choice(SamplingParams(seed=params.seed))  # for what operators have filtered
         free = not params.restricts and self._suppressed is None
-        drafts = choice(self.draft_params, bias=self._bias) if free else None
-        self.native_drafts = drafts if drafts is not None and drafts.ranks_drafts else None
+        self.native_drafts = choice(self.draft_params, bias=self._bias) if free else None
         self._tells_output = bool(params.bad_words or params.min_tokens)
         self._restriction: Restriction | None = None
         if params.restricts:
@@ -153,9 +152,9 @@ class Sampler:
 
     def _conditions(self, drafted: Sequence[int] = ()) -> Conditions:
         """Those of a node of a tree, of which penalties are those of the sequence alone."""
-        return Conditions(*self._given(), self.allowed(drafted))
+        return Conditions(*self.penalties(), self.allowed(drafted))
 
-    def _given(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def penalties(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The tokens of the penalty window, bool [V], and how often the output has each, int32 [V], if used."""
         return self.window.penalised, self.output.counts if self.output.size else None
 
@@ -216,7 +215,7 @@ class Sampler:
         found = None
         if self.native is not None:
             # What may not follow is ruled out before, which changes no other number.
-            allowed, given = self.allowed(), self._given()
+            allowed, given = self.allowed(), self.penalties()
             left = (
                 logits if allowed is None and self._suppressed is None else without(logits, allowed, self._suppressed)
             )
@@ -246,7 +245,7 @@ class Sampler:
     def _described(self, logits: torch.Tensor, token: int, score: float) -> Drawn | None:
         """What the library has drawn from logits [V], with what is collected; None where it leaves that to others."""
         assert self.native is not None
-        found = self.native.log_probabilities(logits, token, *self._given(), self._most_likely)
+        found = self.native.log_probabilities(logits, token, *self.penalties(), self._most_likely)
         if found is None:
             return None
         logprob, likely = found
@@ -393,19 +392,23 @@ class Sampler:
 
         Where the native library ranks them, scores are rounded, and a tie in single precision can turn their order.
         """
-        if self.native is not None and self.native.ranks_drafts and token_ids is None:
+        if self.native is not None and token_ids is None:
             do_sample = coupled and not self.params.greedy
-            logits = self._ruled_out(logits, context.allowed())
-            return self.native.best_drafts(logits, context.position, context.in_window(), do_sample, width)
+            in_window, counts, allowed = context.conditions()
+            left = self._ruled_out(logits, allowed)
+            return self.native.best_drafts(left, context.position, in_window, counts, do_sample, width)
         scores, indices = self.draft_scores(logits[None], coupled, context, token_ids)[0].topk(width)
         tokens = indices if token_ids is None else token_ids[indices]
         numbers = torch.cat((scores, tokens.double())).tolist()
         return list(zip(map(int, numbers[width:]), numbers[:width], strict=True))
 
     @stage("scoring")
-    def draft_choice(self, logits: torch.Tensor, coupled: bool, drafted: Sequence[int]) -> int:
-        """The best candidate for the position behind ``drafted``, from a draft's logits [V] for it."""
-        return int(first_argmax(self.draft_scores(logits[None], coupled, self.draft_context(drafted))[0]))
+    def draft_choice(self, logits: torch.Tensor, coupled: bool, context: DraftContext) -> torch.Tensor:
+        """The best candidate for the position behind ``context``, int64 [1], from a draft's logits [V] for it."""
+        if self.native is not None and on_host(logits):
+            [(token, _)] = self.best_drafts(logits, coupled, context, 1, None)
+            return upload([token], logits.device)
+        return first_argmax(self.draft_scores(logits[None], coupled, context))
 
 
 def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> torch.Tensor | None:

@@ -95,12 +95,12 @@ class NativeLevels:
         own = _own_levels(wanted) if wanted[0].own_level else [None] * len(wanted)
         for drafts, one, first in zip(sequences, wanted, own, strict=True):
             sampler, levels = one.sampler, _heads(one)
-            penalised = sampler.window.penalised
+            penalised, counts = sampler.penalties()
             do_sample = levels.coupled and not sampler.params.greedy
             state = one.state if one.state.dtype in _DTYPES else one.state.float()
             out = (c_double * self._numbers(one))(*(first or ()))
-            held.append((penalised, state := state.contiguous(), out))
-            drafts.choosing = sampler.native_drafts.choosing(do_sample, penalised)
+            held.append((penalised, counts, state := state.contiguous(), out))
+            drafts.choosing = sampler.native_drafts.choosing(do_sample, penalised, counts)
             drafts.position, drafts.newest = len(sampler.context), sampler.context[-1]
             drafts.state, drafts.state_is_bf16 = state.data_ptr(), state.dtype == torch.bfloat16
             drafts.given, drafts.levels, drafts.width, drafts.beam = (
@@ -117,7 +117,7 @@ class NativeLevels:
         given = byref(self._drafter), sequences, len(wanted), self._room.data_ptr(), native.threads()
         if self._library.draft_levels(*given):
             raise MemoryError("no memory for the levels of draft heads")
-        return [list(out) for _, _, out in held]
+        return [list(out) for *_, out in held]
 
     def _numbers(self, wanted: "LevelsWanted") -> int:
         """How many numbers the levels are."""

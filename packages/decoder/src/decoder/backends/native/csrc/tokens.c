@@ -383,15 +383,18 @@ int64_t log_probabilities(const Sampling *c, const void *logits, int is_bf16, in
 void best_drafts(const Sampling *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab,
     const int64_t *drafted, int64_t depth, int64_t width, float *scores, int64_t *tokens) {
     const float rate = (float)(1 / c->temperature), penalty = (float)c->penalty;
-    if (c->penalised)
+    if (c->bias || c->penalised || c->counts)
         for (int64_t i = 0; i < vocab; i++) {
             const int64_t id = ids ? ids[i] : i;
-            int is = c->penalised[id];
-            for (int64_t n = 0; n < depth; n++) is |= drafted[n] == id;
-            if (is) {
+            int64_t seen = 0;
+            for (int64_t n = 0; n < depth; n++) seen += drafted[n] == id;
+            if (c->bias) logits[i] += (float)c->bias[id];
+            if (c->penalised && (c->penalised[id] || seen)) {
                 const float less = logits[i] / penalty, more = logits[i] * penalty;
                 logits[i] = penalty > 1 ? (less < more ? less : more) : (less > more ? less : more);
             }
+            const int64_t times = c->counts ? c->counts[id] + seen : 0;
+            if (times) logits[i] = logits[i] - (float)times * (float)c->frequency - (float)c->presence;
         }
     float best = -INFINITY;
     vec most = splat(-INFINITY);
