@@ -150,9 +150,9 @@ def _own_levels(wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
     logits = target.head(target.norm(torch.cat([one.state for one in wanted])))
     best = []
     for row, one in zip(logits.split(1), wanted, strict=True):
-        context = one.sampler.draft_context()
-        values, tokens = one.sampler.draft_scores(row, _heads(one).coupled, context).topk(_heads(one).width)
-        best.append([*values[0].tolist(), *tokens[0].tolist()])
+        sampler, heads = one.sampler, _heads(one)
+        ranked = sampler.best_drafts(row[0], heads.coupled, sampler.draft_context(), heads.width, None)
+        best.append([*(score for _, score in ranked), *(float(token) for token, _ in ranked)])
     return best
 
 
