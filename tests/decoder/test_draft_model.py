@@ -253,8 +253,11 @@ def test_padding_of_another_size_is_no_other_vocabulary(model, prompt, rows, mon
     dec = Decoder(model, draft_model=tiny_llama(vocab_size=rows))
     for sampling in SAMPLINGS.values():
         for tree in (None, (2, 2)):
-            out = dec.generate(prompt, 40, "draft-model", replace(sampling, seed=8), TokenSwiftOptions(tree=tree))
-            assert out.token_ids == dec.generate(prompt, 40, "ar", replace(sampling, seed=8)).token_ids
+            plain = dec.generate(prompt, 40, "ar", replace(sampling, seed=8))
+            # A small model with fewer rows cannot read all of the target's tokens, which are chosen at random here.
+            for method in ("draft-model", "triforce") if rows > VOCAB else ("draft-model",):
+                out = dec.generate(prompt, 40, method, replace(sampling, seed=8), TokenSwiftOptions(tree=tree))
+                assert out.token_ids == plain.token_ids
 
 
 def test_another_vocabulary_is_refused():

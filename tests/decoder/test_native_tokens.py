@@ -159,6 +159,39 @@ def test_rows_on_the_host_are_those_of_operators(dtype):
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("top_p, kept", [(0.9, 27), (0.5, 15), (1 / 3, 10), (0.91, 28), (1e-9, 1), (1 - 1e-16, 30)])
+def test_of_equal_tokens_those_are_left_whose_mass_is_top_p(top_p, kept):
+    """Where roundings of sums would decide, and differently in another order."""
+    params = SamplingParams(top_p=top_p, suppress_tokens=tuple(range(30, 70)), seed=1)
+    for choice in (CHOICE, no_choice):
+        drawn = Sampler(params, 70, CPU, [1], collect_top_logprobs=64, choice=choice).draw(torch.full((70,), 2.5))
+        assert [token for token, _ in drawn.top_logprobs] == list(range(kept))
+
+
+@pytest.mark.parametrize("choice", [CHOICE, no_choice])
+def test_drafts_of_rows_with_padding_and_gradients(choice):
+    """Those of a draft model whose vocabulary is padded to another size, outside of any context of inference."""
+    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={3: 2.0}, suppress_tokens=(1,))
+    logits = torch.randn(90, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    sampler = Sampler(params, 50, CPU, [1, 2, 3], choice=choice)
+    token = int(sampler.draft_choice(logits, True, sampler.draft_context([7])))
+    assert token == int(sampler.draft_scores(logits[None, :50], True, sampler.draft_context([7])).argmax())
+
+
+@pytest.mark.parametrize("params", SAMPLINGS, ids=range(len(SAMPLINGS)))
+@pytest.mark.parametrize("coupled", [True, False])
+def test_drafts_of_the_model_itself_are_those_of_operators(params, coupled):
+    generator = torch.Generator().manual_seed(3)
+    mine, theirs = (Sampler(params, 4_099, CPU, [5, 7, 5], choice=choice) for choice in (CHOICE, no_choice))
+    for _ in range(20):
+        logits = torch.randn(4_099, generator=generator) * 3
+        ranked = [
+            sampler.best_drafts(logits, coupled, sampler.draft_context([9]), 6, None) for sampler in (mine, theirs)
+        ]
+        for (token, score), (expected, same) in zip(*ranked, strict=True):
+            assert score == same == -math.inf or (token == expected and score == pytest.approx(same, abs=1e-3))
+
+
 class Wide(TorchDispatchMode):
     """Collects the operators that read or write as many numbers as PyTorch shares among threads."""
 

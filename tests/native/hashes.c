@@ -290,6 +290,7 @@ static void tokens(int64_t vocab) {
     float *logits = floats(vocab);
     uint8_t *penalised = memory(vocab);
     for (int64_t i = 0; i < vocab; i++) penalised[i] = random_bits() % 9 == 0;
+    logits[vocab / 2] = -3000; // whose probability is none
     int64_t ids[64];
     double scores[64];
     double *bias = memory(vocab * 8);

@@ -37,7 +37,7 @@ _SETTINGS = (
     SamplingParams(min_p=0.05, repetition_penalty=1.3, seed=2),
     SamplingParams(temperature=1.5, repetition_penalty=0.8, seed=3),
     SamplingParams(temperature=0.0, repetition_penalty=1.2),
-    SamplingParams(temperature=0.8, top_k=30, top_p=0.9, seed=4),
+    SamplingParams(temperature=0.8, top_k=30, top_p=0.87, seed=4),
 )
 
 

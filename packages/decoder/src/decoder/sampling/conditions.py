@@ -60,7 +60,7 @@ class Restriction:
         banned = self._banned(output, mask)
         if banned:
             # NumPy, as for all rows on the host, see `host_rows`.
-            left = np.ones(self._vocabulary.size, np.bool_) if mask is None else mask.numpy().copy()
+            left = np.ones(self._vocabulary.size, np.bool_) if mask is None else mask.numpy(force=True).copy()
             left[banned] = False
             mask = torch.from_numpy(left)
         return None if mask is None else mask.to(self._device)
@@ -73,7 +73,8 @@ class Restriction:
         if len(output) < self._min_tokens:
             ends = list(self._vocabulary.stop_ids)
             # Where the constraint leaves nothing but an end, the text ends early.
-            if mask is None or np.count_nonzero(mask.numpy()[ends]) < np.count_nonzero(mask.numpy()):
+            left = None if mask is None else mask.numpy(force=True)
+            if left is None or np.count_nonzero(left[ends]) < np.count_nonzero(left):
                 banned += ends
         return banned
 

@@ -9,6 +9,8 @@ import torch
 
 from decoder.sampling.params import SamplingParams
 
+_ROUNDING = 1e-12  # of sums of probabilities
+
 
 def penalise(logits: torch.Tensor, in_window: torch.Tensor, penalty: float) -> torch.Tensor:
     """Repetition penalty (paper section 3.5) on the ``logits`` [..., V] of the tokens ``in_window``, bool [V].
@@ -29,11 +31,14 @@ def filter_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def filter_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
-    """Drop all but the most probable tokens whose mass reaches p, at least one; of equal ones the smaller ids stay."""
+    """Drop all but the most probable tokens whose mass reaches p, at least one; of equal ones the smaller ids stay.
+
+    Where masses are p itself, as those of equal tokens can be, the rounding of sums would decide: these reach it.
+    """
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     probabilities = ranked.softmax(-1)
     mass_before = probabilities.cumsum(-1) - probabilities
-    drop = mass_before >= p
+    drop = mass_before >= p - _ROUNDING
     drop[..., :1].fill_(False)
     return ranked.masked_fill(drop, -torch.inf).gather(-1, order.argsort(-1))
 

@@ -15,11 +15,12 @@ _MINUS_INFINITY = np.int16(-128)  # the bits of it in bfloat16
 def without(logits: torch.Tensor, allowed: torch.Tensor | None, suppressed: torch.Tensor | None = None) -> torch.Tensor:
     """A copy of logits [V] with -inf for tokens that are not ``allowed``, bool [V], and for the ids ``suppressed``."""
     is_bf16 = logits.dtype == torch.bfloat16
-    numbers = logits.view(torch.int16).numpy() if is_bf16 else logits.numpy()
+    numbers = (logits.view(torch.int16) if is_bf16 else logits).numpy(force=True)
     least = _MINUS_INFINITY if is_bf16 else numbers.dtype.type(-np.inf)
-    left = numbers.copy() if allowed is None else np.where(allowed.numpy(), numbers, least)
+    left = numbers.copy() if allowed is None else np.where(allowed.numpy(force=True), numbers, least)
     if suppressed is not None:
-        left[suppressed.numpy()[suppressed.numpy() < len(left)]] = least
+        ids = suppressed.numpy()
+        left[ids[ids < len(left)]] = least
     return torch.from_numpy(left).view(logits.dtype)
 
 
@@ -36,6 +37,6 @@ def above_zero(counts: torch.Tensor) -> torch.Tensor:
 def in_float32(logits: torch.Tensor) -> torch.Tensor:
     """A copy of logits [V] in float32."""
     if logits.dtype == torch.bfloat16:
-        bits = logits.view(torch.int16).numpy().astype(np.uint32) << 16
+        bits = logits.view(torch.int16).numpy(force=True).astype(np.uint32) << 16
         return torch.from_numpy(bits.view(np.float32))
-    return torch.from_numpy(logits.numpy().astype(np.float32))
+    return torch.from_numpy(logits.numpy(force=True).astype(np.float32))

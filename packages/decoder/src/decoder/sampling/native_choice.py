@@ -5,7 +5,8 @@ always. Where it leaves several, the noise of these is computed as everywhere.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import byref, c_double, c_float, c_int64
 from dataclasses import fields
 from functools import reduce
@@ -55,7 +56,7 @@ class NativeChoice:
     ) -> Sampling:
         """What the library must know, for tokens with noise or without; ``penalised`` and ``counts`` as in `highest`.
 
-        It is enough to rank drafts, and not for the target's tokens, see `_take`.
+        It is enough to rank drafts, and not for the target's tokens, see `_given`.
         """
         params = self._params
         return Sampling(
@@ -66,13 +67,16 @@ class NativeChoice:
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
             temperature=1.0 if params.greedy else params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            log_min_p=math.log(params.min_p) if params.min_p else -math.inf,
-            eta=params.eta_cutoff,
+            **self._filters(),
             seed=params.seed % 2**64,
             do_sample=do_sample,
         )
+
+    def _filters(self) -> dict[str, float]:
+        """The fields of the filters; greedy decoding has none."""
+        params = SamplingParams() if self._params.greedy else self._params
+        log_min_p = math.log(params.min_p) if params.min_p else -math.inf
+        return dict(top_k=params.top_k, top_p=params.top_p, log_min_p=log_min_p, eta=params.eta_cutoff)
 
     def highest(
         self, logits: torch.Tensor, position: int, penalised: torch.Tensor | None, counts: torch.Tensor | None = None
@@ -89,29 +93,32 @@ class NativeChoice:
         """
         if logits.dtype not in _DTYPES or not logits.is_contiguous():
             return None
-        special = self._take(penalised, counts)
-        count = self._candidates(logits, position)
-        del special  # which had to stay until here
+        with self._given(penalised, counts):
+            count = self._candidates(logits, position)
         if count < 1:
             return None
         return (self._ids[0], self._scores[0]) if count == 1 else self._best(self._scores[:count], position)
 
-    def _take(self, penalised: torch.Tensor | None, counts: torch.Tensor | None) -> np.ndarray | None:
-        """Let the library know the tokens whose scores are their own, bool [V], for as long as these are held."""
+    @contextmanager
+    def _given(self, penalised: torch.Tensor | None, counts: torch.Tensor | None) -> Iterator[None]:
+        """A block in which the library knows of the tokens whose scores are their own."""
         own, parts = self._own, [] if self._biased is None else [self._biased]
-        own.penalised, own.counts = _address(penalised), _address(counts)
         if penalised is not None:
             parts.append(penalised.numpy())
         if counts is not None:
             parts.append(counts.numpy() > 0)
         special = reduce(np.logical_or, parts) if parts else None
+        own.penalised, own.counts = _address(penalised), _address(counts)
         own.special = None if special is None else special.ctypes.data
-        return special
+        try:
+            yield
+        finally:
+            own.special = own.penalised = own.counts = None  # nobody holds these any more
 
     def highest_with_noise(self, scores: torch.Tensor, position: int) -> tuple[int, float] | None:
         """The token whose score [V], float64, plus noise is the highest, the first of equal ones, and that sum.
 
-        Of these parameters the seed alone counts. None as for `highest`.
+        It is for parameters that have nothing but a seed. None as for `highest`.
         """
         count = self._candidates(scores.float(), position)  # a rounding is less than what the library leaves room for
         return self._best(scores[self._ids[:count]].tolist(), position) if count > 0 else None
@@ -128,17 +135,16 @@ class NativeChoice:
 
         Returns:
             It, and the ``most`` likeliest tokens as (id, log-probability), without those that the filters drop. None
-            where the library leaves it to others: it would take long to rank so many.
+            where the library leaves it to others: it would take long to rank so many, or there is no memory.
         """
         if most > _ROOM:
             return None
-        special = self._take(penalised, counts)
         logprob, ids, values = c_double(), (c_int64 * _ROOM)(), (c_double * _ROOM)()
         is_bf16, vocab_size = logits.dtype == torch.bfloat16, len(logits)
-        count = native.library().log_probabilities(
-            byref(self._own), logits.data_ptr(), is_bf16, vocab_size, token, byref(logprob), most, ids, values
-        )
-        del special
+        with self._given(penalised, counts):
+            count = native.library().log_probabilities(
+                byref(self._own), logits.data_ptr(), is_bf16, vocab_size, token, byref(logprob), most, ids, values
+            )
         return None if count < 0 else (logprob.value, list(zip(ids[:count], values[:count], strict=True)))
 
     def _candidates(self, logits: torch.Tensor, position: int) -> int:

@@ -82,7 +82,7 @@ class Sampler:
         choice: "Callable[..., NativeChoice | None]" = no_choice,
         vocabulary: Vocabulary | None = None,
     ):
-        self.params, self.logits_hook = params, logits_hook
+        self.params, self.logits_hook, self._vocab_size = params, logits_hook, vocab_size
         self.context = list(context)
         self.logprobs: list[float] | None = [] if collect_logprobs else None
         self.top_logprobs: list[list[tuple[int, float]]] | None = [] if collect_top_logprobs else None
@@ -215,11 +215,8 @@ class Sampler:
         found = None
         if self.native is not None:
             # What may not follow is ruled out before, which changes no other number.
-            allowed, given = self.allowed(), self.penalties()
-            left = (
-                logits if allowed is None and self._suppressed is None else without(logits, allowed, self._suppressed)
-            )
-            found = self.native.highest(left, position, *given)
+            left = self._ruled_out(logits, self.allowed())
+            found = self.native.highest(left, position, *self.penalties())
             if found is not None and not self.collects:
                 return Drawn(*found)
             if found is not None and (drawn := self._described(left, *found)) is not None:
@@ -237,7 +234,7 @@ class Sampler:
         return self.drawn(*download(torch.cat([chosen, best, *self.collected(filtered[None], chosen)])))
 
     def _ruled_out(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-        """Logits [v] on the host, of the first tokens at least, with -inf for those that may not be chosen."""
+        """Logits [v] of the first tokens, on the host, with -inf for those that may not be chosen."""
         if allowed is None and self._suppressed is None:
             return logits
         return without(logits, None if allowed is None else allowed[: len(logits)], self._suppressed)
@@ -395,7 +392,8 @@ class Sampler:
         if self.native is not None and token_ids is None:
             do_sample = coupled and not self.params.greedy
             in_window, counts, allowed = context.conditions()
-            left = self._ruled_out(logits, allowed)
+            # A draft model may have more tokens, which are padding.
+            left = self._ruled_out(logits[: self._vocab_size], allowed)
             return self.native.best_drafts(left, context.position, in_window, counts, do_sample, width)
         scores, indices = self.draft_scores(logits[None], coupled, context, token_ids)[0].topk(width)
         tokens = indices if token_ids is None else token_ids[indices]
@@ -408,7 +406,7 @@ class Sampler:
         if self.native is not None and on_host(logits):
             [(token, _)] = self.best_drafts(logits, coupled, context, 1, None)
             return upload([token], logits.device)
-        return first_argmax(self.draft_scores(logits[None], coupled, context))
+        return first_argmax(self.draft_scores(logits[None, : self._vocab_size], coupled, context))
 
 
 def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> torch.Tensor | None:

@@ -182,7 +182,7 @@ typedef struct {
     double top_p;          // and here 1,
     double log_min_p, eta; // -INFINITY and 0
     uint64_t seed;
-    int32_t do_sample; // without noise the best one is chosen, and neither temperature nor filters change it
+    int32_t do_sample; // without noise the best one is chosen; where nobody samples, nothing is filtered
 } Sampling;
 
 // A head: state + change, and for a gated one + down (silu(gate) * up).
@@ -275,11 +275,11 @@ typedef struct {
 // run_layers        `a` describes by kind the texts of its first layer. Returns 0, or 1 where there was no memory.
 // sample_candidates the tokens that `sampling/` may choose from `vocab` logits at a position, ascending, with their scores
 //                   before noise: those whose approximate noise does not rule them out, or without noise the first of the
-//                   best. Returns how many, or -1 where there are more than `room`, or the logits hold what is no number
-//                   or too large.
+//                   best. Returns how many, or -1 where there are more than `room`, or no memory, or the logits hold what
+//                   is no number or too large.
 // log_probabilities of a token in the distribution that `sampling/` draws from, and those of the `most` likeliest tokens
-//                   that it can draw, the likeliest first, of equal ones the first. Returns how many these are. The logits
-//                   are some of which `sample_candidates` found candidates.
+//                   that it can draw, the likeliest first, of equal ones the first. Returns how many these are, or
+//                   -1 where there is no memory. `sample_candidates` must have found candidates in the logits.
 // rank_drafts       the `width` best of `vocab` drafts at a position, the best first.
 // draft_numbers     numbers of memory that `draft_levels` needs for so many branches at a time.
 // draft_levels      `room` has `draft_numbers` for the branches of all texts. Returns 0, or 1 where there was no memory.

@@ -1,4 +1,5 @@
-// How tokens are chosen from logits: penalty, temperature and min-p, then noise keyed by seed, position and token.
+// How tokens are chosen from logits: bias, penalties, temperature and filters, then noise keyed by seed, position and
+// token; and their log-probabilities.
 //
 // The target's own token must be exactly the one that `sampling/` defines in double precision. Noise in single precision
 // is enough to find the few tokens that it can be, and to rank drafts.
@@ -41,11 +42,19 @@ INLINE vec logarithm(vec x) {
     return r + fused(p, r * square, -fused(n, splat(2.12194440e-4f), square * 0.5f)) + n * 0.693359375f;
 }
 
-// The random words of the tokens `ids` at a position.
-INLINE words words_of(uint64_t key, signed_words ids) {
-    words z = (words)(ids + 1) * GOLDEN + key;
+INLINE words mixed(words z) {
     MIXED(z)
     return z;
+}
+
+// The random words of the tokens `ids` at a position.
+INLINE words words_of(uint64_t key, signed_words ids) { return mixed((words)(ids + 1) * GOLDEN + key); }
+
+// What is mixed for the first LANES tokens; for the next ones LANES times GOLDEN is added, which is a product less.
+INLINE words first_words(uint64_t key) {
+    words next;
+    for (int lane = 0; lane < LANES; lane++) next[lane] = key + (uint64_t)(lane + 1) * GOLDEN;
+    return next;
 }
 
 // The Gumbel noise of such words, within some 1e-5.
@@ -119,19 +128,19 @@ static double best_score(const Sampling *c, const void *logits, int is_bf16, int
     return none(wrong) && best < 1e9 && best > -1e9 ? best : NAN;
 }
 
-// Eight numbers in double precision, whatever a set's LANES are: sums of them have the same bits everywhere.
-typedef double reals __attribute__((vector_size(64)));
-typedef int64_t real_bits __attribute__((vector_size(64)));
-typedef float eight __attribute__((vector_size(32)));
+// Four numbers in double precision, whatever a set's LANES are: sums of them have the same bits everywhere.
+typedef double reals __attribute__((vector_size(32)));
+typedef int64_t real_bits __attribute__((vector_size(32)));
+typedef uint64_t real_words __attribute__((vector_size(32)));
+typedef float four __attribute__((vector_size(16)));
 
 INLINE int no_real(real_bits where) {
-    ivec parts[16 / LANES], any = {0};
-    memcpy(parts, &where, sizeof where);
-    for (int part = 0; part < 16 / LANES; part++) any |= parts[part];
+    ivec any = {0};
+    memcpy(&any, &where, sizeof where);
     return none(any);
 }
 
-INLINE double sum_of_reals(reals x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+INLINE double sum_of_reals(reals x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
 // e^x for x <= 0, within a few units of the last place; 0 where that is no ordinary number.
 INLINE reals exponential(reals x) {
@@ -151,36 +160,35 @@ INLINE reals exponential(reals x) {
     p = p * r + 0.5;
     p = p * r + 1;
     p = p * r + 1;
-    return (reals)(((real_bits)p + ((real_bits)shifted << 52)) & (x > -700));
+    return (reals)(((real_words)p + ((real_words)shifted << 52)) & (real_words)(x > -700));
 }
 
-// The scores of eight tokens from `id` on, of which x are the logits; -INFINITY behind the last token.
-INLINE reals scores_of(const Sampling *c, eight x, int64_t id, int64_t vocab) {
-    const int64_t left = vocab - id < 8 ? vocab - id : 8;
+// The scores of four tokens from `id` on, of which x are the logits; -INFINITY behind the last token.
+INLINE reals scores_of(const Sampling *c, four x, int64_t id, int64_t vocab, int special) {
+    const int64_t left = vocab - id;
     reals score = __builtin_convertvector(x, reals);
     if (c->temperature != 1) score /= c->temperature;
-    if (c->special)
-        for (int64_t lane = 0; lane < left; lane++)
-            if (c->special[id + lane]) score[lane] = processed(c, x[lane], id + lane);
-    for (int64_t lane = left; lane < 8; lane++) score[lane] = -INFINITY;
+    if (!special && left >= 4) return score;
+    for (int64_t lane = 0; lane < 4; lane++) score[lane] = lane < left ? processed(c, x[lane], id + lane) : -INFINITY;
     return score;
 }
 
-// All tokens in eights: `id` is the first one's, `score` are their scores. Those whose logits are all below `least` are
-// passed over, unless some of them are special.
-#define EACH_EIGHT(c, logits, is_bf16, vocab, least, id, score)                                                        \
-    for (int64_t block_ = 0; block_ < (vocab); block_ += LANES)                                                        \
-        for (vec x_ = logits_from(logits, is_bf16, vocab, block_), *once_ = &x_; once_; once_ = NULL)                  \
-            if (!none(x_ >= (least)) || any(special_from(c, block_), (vocab)-block_))                                  \
-                for (int64_t id = block_; id < block_ + LANES && id < (vocab); id += 8)                                \
-                    for (reals score = scores_of(c, eight_of(&x_, id - block_), id, vocab), *here_ = &score; here_;    \
-                         here_ = NULL)
-
-INLINE eight eight_of(const vec *x, int64_t first) {
-    eight part;
+INLINE four four_of(const vec *x, int64_t first) {
+    four part;
     memcpy(&part, (const char *)x + 4 * first, sizeof part);
     return part;
 }
+
+// All tokens in fours: `id` is the first one's, `score` are their scores. Those whose logits are all below `least` are
+// passed over, unless some of them are special.
+#define EACH_FOUR(c, logits, is_bf16, vocab, least, id, score)                                                         \
+    for (int64_t block_ = 0, special_; block_ < (vocab); block_ += LANES)                                              \
+        for (vec x_ = logits_from(logits, is_bf16, vocab, block_), *once_ = &x_; once_; once_ = NULL)                  \
+            if ((special_ = any(special_from(c, block_), (vocab)-block_)) || !none(x_ >= (least)))                     \
+                for (int64_t id = block_; id < block_ + LANES && id < (vocab); id += 4)                                \
+                    for (reals score = scores_of(c, four_of(&x_, id - block_), id, vocab, (int)special_),              \
+                               *here_ = &score;                                                                        \
+                         here_; here_ = NULL)
 
 // Tokens whose scores are above `floor`, or equal to it where their ids are up to `last`: what filters leave.
 typedef struct {
@@ -189,7 +197,7 @@ typedef struct {
 } Cut;
 
 INLINE real_bits inside(const Cut *cut, reals score, int64_t id) {
-    const real_bits ids = id + (real_bits){0, 1, 2, 3, 4, 5, 6, 7};
+    const real_bits ids = id + (real_bits){0, 1, 2, 3};
     return (score > -INFINITY) & ((score > cut->floor) | ((score == cut->floor) & (ids <= cut->last)));
 }
 
@@ -198,19 +206,12 @@ INLINE float below(const Sampling *c, double floor) {
     return (float)(floor * c->temperature - 1e-5 * (1 + fabs(floor * c->temperature)));
 }
 
-// The sum of e^(score - best) of the tokens inside, and that of these terms times their scores.
-static double total(
-    const Sampling *c, const void *logits, int is_bf16, int64_t vocab, double best, const Cut *cut, double *weighted) {
-    reals sums = {0}, products = {0};
-    EACH_EIGHT(c, logits, is_bf16, vocab, below(c, cut->floor), id, score) {
-        const real_bits stays = inside(cut, score, id);
-        if (no_real(stays)) continue;
-        const reals term = (reals)((real_bits)exponential(score - best) & stays);
-        sums += term;
-        products += term * (reals)((real_bits)score & stays);
-    }
-    *weighted = sum_of_reals(products);
-    return sum_of_reals(sums);
+enum { BINS = 512, BINS_OF_ONE = 16 }; // by how far a score is below the best
+
+INLINE reals bins_of(reals score, double best) {
+    const reals bin = (best - score) * BINS_OF_ONE;
+    const real_bits near = bin < BINS - 1;
+    return (reals)(((real_bits)bin & near) | ((real_bits)(reals){BINS - 1, BINS - 1, BINS - 1, BINS - 1} & ~near));
 }
 
 typedef struct {
@@ -224,68 +225,70 @@ static int higher(const void *one, const void *other) {
     return a->id < b->id ? -1 : a->id > b->id;
 }
 
-// The tokens whose scores are at least `least`, to `list`, which is made larger where it must be. Returns how many, or -1
-// where there is no memory.
-static int64_t gather(
-    const Sampling *c, const void *logits, int is_bf16, int64_t vocab, double least, Ranked **list, int64_t *room) {
-    const Cut all = {least, vocab};
-    int64_t count = 0;
-    EACH_EIGHT(c, logits, is_bf16, vocab, below(c, least), id, score) {
-        const real_bits stays = inside(&all, score, id);
+// The first tokens inside, from the highest score down and of equal ones the first: `most` of them, or where that is 0,
+// until they have a `share` of the probability. All others are outside `cut` then. Returns 0, or 1 where there is no
+// memory.
+static int keep_first(const Sampling *c, const void *logits, int is_bf16, int64_t vocab, double best, int64_t most,
+    double share, Cut *cut) {
+    double sums[BINS] = {0}, all = 0;
+    int64_t counts[BINS] = {0};
+    EACH_FOUR(c, logits, is_bf16, vocab, below(c, cut->floor), id, score) {
+        const real_bits stays = inside(cut, score, id);
         if (no_real(stays)) continue;
-        if (count + 8 > *room) {
-            Ranked *more = realloc(*list, (size_t)(2 * *room + 8) * sizeof(Ranked));
-            if (!more) return -1;
-            *list = more, *room = 2 * *room + 8;
-        }
-        for (int64_t lane = 0; lane < 8; lane++)
-            if (stays[lane]) (*list)[count++] = (Ranked){score[lane], id + lane};
+        const reals bins = bins_of(score, best);
+        const reals weights = most ? (reals){1, 1, 1, 1} : exponential(score - best);
+        for (int64_t lane = 0; lane < 4; lane++)
+            if (stays[lane]) sums[(int)bins[lane]] += weights[lane], counts[(int)bins[lane]]++;
     }
-    return count;
-}
-
-// What top-k and top-p leave, one after the other, to `cut`. Returns 0, or 1 where there is no memory.
-static int rank_filters(
-    const Sampling *c, const void *logits, int is_bf16, int64_t vocab, double best, int limited, Cut *cut) {
-    enum { FURTHEST = 700 }; // below the best: what is less likely adds nothing to sums
-    const int64_t most = limited ? c->top_k : vocab;
-    Ranked *list = NULL;
-    int64_t room = 0, count = 0;
-    double weighted, all = limited ? 0 : total(c, logits, is_bf16, vocab, best, cut, &weighted), mass = 0;
-    for (double reach = 1;; reach *= 2) {
-        const int whole = reach > FURTHEST;
-        count = gather(c, logits, is_bf16, vocab, whole ? -INFINITY : best - reach, &list, &room);
-        mass = 0;
-        for (int64_t n = 0; n < count && !limited; n++) mass += exp(list[n].score - best);
-        if (count < 0 || whole || (limited ? count >= most : mass >= c->top_p * all)) break;
+    for (int bin = 0; bin < BINS; bin++) all += sums[bin];
+    const double enough = most ? (double)most : share * all;
+    double so_far = 0;
+    int last = 0;
+    for (; last < BINS && so_far + sums[last] < enough; last++) so_far += sums[last];
+    if (last == BINS) return 0;
+    // Those of higher bins are kept, and some of this one.
+    Ranked *list = malloc((size_t)(counts[last] + 1) * sizeof(Ranked));
+    if (!list) return 1;
+    int64_t count = 0;
+    const double least = last == BINS - 1 ? -INFINITY : best - (last + 1.0) / BINS_OF_ONE;
+    EACH_FOUR(c, logits, is_bf16, vocab, below(c, least > cut->floor ? least : cut->floor), id, score) {
+        const real_bits stays = inside(cut, score, id);
+        if (no_real(stays)) continue;
+        const reals bins = bins_of(score, best);
+        for (int64_t lane = 0; lane < 4; lane++)
+            if (stays[lane] && (int)bins[lane] == last) list[count++] = (Ranked){score[lane], id + lane};
     }
-    if (count > 0) {
-        qsort(list, (size_t)count, sizeof(Ranked), higher);
-        count = count < most ? count : most;
-        for (int64_t n = 0; n < count && limited; n++) all += exp(list[n].score - best);
-        int64_t kept = c->top_p < 1 ? 1 : count;
-        mass = exp(list[0].score - best);
-        while (kept < count && mass < c->top_p * all) mass += exp(list[kept++].score - best);
-        *cut = (Cut){list[kept - 1].score, list[kept - 1].id};
+    qsort(list, (size_t)count, sizeof(Ranked), higher);
+    for (int64_t n = 0; n < count; n++) {
+        *cut = (Cut){list[n].score, list[n].id};
+        so_far += most ? 1 : exp(list[n].score - best);
+        if (so_far >= enough) break;
     }
     free(list);
-    return count < 0;
+    return 0;
 }
 
-// What the filters leave, where `best` is the highest score; without noise the best tokens. Returns 0, or 1 where there
-// is no memory.
+// What the filters leave, where `best` is the highest score. Returns 0, or 1 where there is no memory.
 static int filters(const Sampling *c, const void *logits, int is_bf16, int64_t vocab, double best, Cut *cut) {
-    *cut = (Cut){c->do_sample ? -INFINITY : best, vocab};
-    if (!c->do_sample) return 0;
-    const int limited = c->top_k > 0 && c->top_k < vocab;
-    if ((limited || c->top_p < 1) && rank_filters(c, logits, is_bf16, vocab, best, limited, cut)) return 1;
+    // Of exact ties at the border, roundings of sums would decide.
+    const double rounding = 1e-12;
+    *cut = (Cut){-INFINITY, vocab};
+    const int64_t most = c->top_k > 0 && c->top_k < vocab ? c->top_k : 0;
+    if (most && keep_first(c, logits, is_bf16, vocab, best, most, 0, cut)) return 1;
+    if (c->top_p < 1 && keep_first(c, logits, is_bf16, vocab, best, 0, c->top_p - rounding, cut)) return 1;
     if (best + c->log_min_p > cut->floor) *cut = (Cut){best + c->log_min_p, vocab};
     if (c->eta > 0) {
-        double weighted;
-        const double sum = total(c, logits, is_bf16, vocab, best, cut, &weighted), all = best + log(sum);
-        const double entropy = all - weighted / sum, rare = sqrt(c->eta) * exp(-entropy);
-        const double floor = log(c->eta < rare ? c->eta : rare) + all;
-        if (floor > cut->floor) *cut = (Cut){floor < best ? floor : best, vocab};
+        reals sums = {0}, products = {0};
+        EACH_FOUR(c, logits, is_bf16, vocab, below(c, cut->floor), id, score) {
+            const real_bits stays = inside(cut, score, id);
+            const reals apart = (reals)((real_bits)(score - best) & stays);
+            const reals weight = (reals)((real_bits)exponential(apart) & stays);
+            sums += weight;
+            products += weight * apart;
+        }
+        const double all = log(sum_of_reals(sums)), entropy = all - sum_of_reals(products) / sum_of_reals(sums);
+        const double rare = sqrt(c->eta) * exp(-entropy), floor = log(c->eta < rare ? c->eta : rare) + all;
+        if (best + floor > cut->floor) *cut = (Cut){floor < 0 ? best + floor : best, vocab};
     }
     return 0;
 }
@@ -296,16 +299,15 @@ static int filters(const Sampling *c, const void *logits, int is_bf16, int64_t v
 int64_t sample_candidates(const Sampling *c, int64_t position, const void *logits, int is_bf16, int64_t vocab,
     int64_t *ids, double *scores, int64_t room) {
     const double best = best_score(c, logits, is_bf16, vocab);
-    Cut cut;
-    if (best != best || filters(c, logits, is_bf16, vocab, best, &cut)) return -1;
+    Cut cut = {best, vocab};
+    if (best != best || (c->do_sample && filters(c, logits, is_bf16, vocab, best, &cut))) return -1;
     const float least = below(c, cut.floor);
     const uint64_t key = key_of(c->seed, position);
     const float margin = 1e-3f + 1e-6f * (float)(fabs(best) + 40), rate = (float)(1 / c->temperature);
     float highest = -INFINITY, sums[room];
     int64_t count = 0;
-    signed_words tokens;
-    for (int lane = 0; lane < LANES; lane++) tokens[lane] = lane;
-    for (int64_t i = 0; i < vocab; i += LANES, tokens += LANES) {
+    words next = first_words(key);
+    for (int64_t i = 0; i < vocab; i += LANES, next += LANES * GOLDEN) {
         const int64_t left = vocab - i;
         const vec x = logits_from(logits, is_bf16, vocab, i);
         const int special = any(special_from(c, i), left);
@@ -316,7 +318,7 @@ int64_t sample_candidates(const Sampling *c, int64_t position, const void *logit
                 if (c->special[i + lane]) score[lane] = (float)processed(c, x[lane], i + lane);
         vec sum = score;
         if (c->do_sample) {
-            const words random = words_of(key, tokens);
+            const words random = mixed(next);
             if (none(score >= highest - margin - FAR) && no_word(random < RARE)) continue;
             sum += noise(random);
         }
@@ -354,18 +356,18 @@ int64_t sample_candidates(const Sampling *c, int64_t position, const void *logit
 int64_t log_probabilities(const Sampling *c, const void *logits, int is_bf16, int64_t vocab, int64_t token,
     double *logprob, int64_t most, int64_t *ids, double *values) {
     const double best = best_score(c, logits, is_bf16, vocab);
-    Cut cut = {-INFINITY, vocab};
-    if (c->do_sample && filters(c, logits, is_bf16, vocab, best, &cut)) return -1;
+    Cut cut;
+    if (filters(c, logits, is_bf16, vocab, best, &cut)) return -1;
     int64_t found = 0;
     double own = -INFINITY;
     reals sums = {0};
-    EACH_EIGHT(c, logits, is_bf16, vocab, below(c, cut.floor), id, score) {
+    EACH_FOUR(c, logits, is_bf16, vocab, below(c, cut.floor), id, score) {
         const real_bits stays = inside(&cut, score, id);
         if (no_real(stays)) continue;
         sums += (reals)((real_bits)exponential(score - best) & stays);
-        if (token >= id && token < id + 8) own = score[token - id];
+        if (token >= id && token < id + 4) own = score[token - id];
         if (!most || (found == most && no_real(score > values[most - 1]))) continue;
-        for (int64_t lane = 0; lane < 8; lane++) {
+        for (int64_t lane = 0; lane < 4; lane++) {
             int64_t at = found;
             while (at && score[lane] > values[at - 1]) at--;
             if (at == most || !stays[lane]) continue;
@@ -374,9 +376,9 @@ int64_t log_probabilities(const Sampling *c, const void *logits, int is_bf16, in
             values[at] = score[lane], ids[at] = id + lane;
         }
     }
-    const double all = best + log(sum_of_reals(sums));
-    *logprob = own - all;
-    for (int64_t n = 0; n < found; n++) values[n] -= all;
+    const double all = log(sum_of_reals(sums));
+    *logprob = own - best - all;
+    for (int64_t n = 0; n < found; n++) values[n] = values[n] - best - all;
     return found;
 }
 
@@ -402,8 +404,8 @@ void best_drafts(const Sampling *c, int64_t position, float *logits, const int64
     for (int64_t i = 0; i < whole; i += LANES) most = larger(load(logits, i, 0, LANES), most);
     for (int64_t i = whole; i < vocab; i++) best = logits[i] > best ? logits[i] : best;
     best = largest_of(most) > best ? largest_of(most) : best;
-    float floor = c->do_sample ? (float)(best * rate + c->log_min_p) : -INFINITY;
-    if (c->do_sample && (c->top_k > 0 || c->top_p < 1 || c->eta > 0)) {
+    float floor = (float)(best * rate + c->log_min_p);
+    if (c->top_k > 0 || c->top_p < 1 || c->eta > 0) {
         Sampling plain = *c; // the logits are penalised by now
         plain.special = NULL;
         Cut cut;
@@ -418,14 +420,16 @@ void best_drafts(const Sampling *c, int64_t position, float *logits, const int64
     for (int64_t i = 0; i < vocab; i += LANES, these += LANES) {
         const int64_t left = vocab - i;
         vec score = (left >= LANES ? load(logits, i, 0, LANES) : load(logits, i, 0, left)) * rate;
-        if (none(score >= floor)) continue;
+        const ivec stays = score >= floor;
+        if (none(stays)) continue;
         if (c->do_sample) {
             signed_words own = these;
             if (ids) memcpy(&own, ids + i, left < LANES ? (size_t)left * 8 : sizeof own);
             const words random = words_of(key, own);
             if (none(score >= scores[width - 1] - FAR) && no_word(random < RARE)) continue;
-            score = choose(score >= floor, score + noise(random), splat(-INFINITY));
+            score += noise(random);
         }
+        score = choose(stays, score, splat(-INFINITY));
         if (none(score > scores[width - 1])) continue;
         for (int lane = 0; lane < LANES && lane < left; lane++) {
             int64_t at = width;
