@@ -13,6 +13,7 @@ from decoder.drafters.levels import HeadLevels, ranked_tokens
 from decoder.drafters.tuning.level_policy import LevelPolicy
 from decoder.engine import Engine
 from decoder.model.target import Target
+from decoder.sampling import host_rows
 from decoder.sampling.acceptance import exact, walk
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
@@ -367,11 +368,14 @@ class HostReads(TorchDispatchMode):
         self._originals = {name: getattr(torch.Tensor, name) for name in self.METHODS}
         for name, original in self._originals.items():
             setattr(torch.Tensor, name, self._counted(original))
+        # Rows that stand for a device's are not copied by NumPy.
+        self._on_host, host_rows.on_host = host_rows.on_host, lambda tensor: False
         return super().__enter__()
 
     def __exit__(self, *error):
         for name, original in self._originals.items():
             setattr(torch.Tensor, name, original)
+        host_rows.on_host = self._on_host
         return super().__exit__(*error)
 
     def _counted(self, original):
