@@ -29,7 +29,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down", "post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.layers.": "blk.",
 }  # fmt: skip
-WIDTH, GROUP = 512, 4  # of a row, and of the query heads that share a key head
+WIDTH = 512  # of a row
 _NORMAL, _CONTROL = 1, 3  # llama.cpp's types of tokens
 
 
@@ -90,16 +90,15 @@ def tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         elif short.endswith("attn_k.weight"):
             weight = in_pairs(weight, size)
         elif short.endswith("attn_output.weight"):
-            weight = wider(more_heads(weight.T, groups).T, 0)
-            yield short, weight
-            continue
-        elif short.endswith("ffn_down.weight"):
-            weight = wider(weight, 0)
-        yield short, weight if weight.shape[1] != model.config.hidden_size else wider(weight, 1)
+            weight = more_heads(weight.T, groups).T
+        for dimension in (0, 1):
+            if weight.shape[dimension] == model.config.hidden_size:
+                weight = wider(weight, dimension)
+        yield short, weight
 
 
-def write(file: Path, model: torch.nn.Module, kind: gguf.GGMLQuantizationType, library: ctypes.CDLL) -> None:
-    """The model with its matrices in a format."""
+def write(file: Path, model: torch.nn.Module, kind: gguf.GGMLQuantizationType, library: ctypes.CDLL | None) -> None:
+    """The model with its matrices in a format, to which ``library`` rounds them; F32 needs none."""
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_name(f"reference model, {kind.name}")
@@ -107,7 +106,7 @@ def write(file: Path, model: torch.nn.Module, kind: gguf.GGMLQuantizationType, l
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(WIDTH)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_key_value_heads * GROUP)
+    writer.add_head_count(WIDTH // config.head_dim)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
@@ -128,7 +127,7 @@ def write(file: Path, model: torch.nn.Module, kind: gguf.GGMLQuantizationType, l
     writer.add_add_bos_token(False)
     for name, weight in tensors(model):
         numbers = np.ascontiguousarray(weight.float().numpy())
-        if weight.ndim == 1 or kind.name == "F32":
+        if weight.ndim == 1 or library is None:
             writer.add_tensor(name, numbers)
             continue
         elements, size = gguf.GGML_QUANT_SIZES[kind]
@@ -166,7 +165,7 @@ def main() -> None:
     write_heads(folder / "heads")
     model = AutoModelForCausalLM.from_pretrained(DATA / "reference-model", dtype=torch.float32)
     for name in FORMATS:
-        write(folder / f"{name}.gguf", model, gguf.GGMLQuantizationType[name], library)
+        write(folder / f"{name}.gguf", model, gguf.GGMLQuantizationType[name], None if name == "F32" else library)
         print(folder / f"{name}.gguf", flush=True)
 
 
