@@ -1,11 +1,11 @@
-"""Runs a program as if this processor had AVX-512: AVX2 computes its instructions, some three times slower.
+"""Runs a program as if this processor had AVX-512 or AVX-VNNI: AVX2 computes their instructions.
 
     python -m tests.emulated avx512 packages/decoder/benchmarks/bitwise.py same --model data/reference-model
-    python -m tests.emulated avx512bf16 -m pytest -p no:xdist tests/decoder/test_native_layer.py
+    python -m tests.emulated avxvnni -m pytest -p no:xdist tests/decoder/test_native_layer.py
 
-The library's files for AVX-512 are compiled as they are, with `tests/native/avx512` in place of the compiler's header, so
-tiles, orders of sums and roundings are those of such a processor, and only what the compiler makes of instructions is not.
-It needs a compiler and the top of the repository as the working folder.
+The library's files for such sets are compiled as they are, with `tests/native/emulated` in place of the compiler's
+header: tiles, orders of sums and roundings are those of such a processor, and only the compiler's own instructions are
+not. Programs take two to four times as long. It needs a compiler, and the top of the repository as the working folder.
 """
 
 import os
@@ -14,33 +14,40 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from decoder.backends.native import compiling
 from decoder.backends.native import library as native
 
-HEADERS = Path(__file__).parent / "native" / "avx512"
-SETS = ("avx512bf16", "avx512")
+HEADERS = Path(__file__).parent / "native" / "emulated"
+SETS = ("avx512bf16", "avx512", "avxvnni")
 
 
-def commands(compiler: str, name: str, flags: tuple[str, ...], into: Path) -> list[list[str]]:
-    """What compiles the library for an instruction set of `SETS` to objects in a folder, for a processor with AVX2."""
-    own = ["-I", str(HEADERS), "-D__builtin_cpu_supports(name)=1", *["-DEMULATED_BF16"] * (name == "avx512bf16")]
-    return [
-        [compiler, *own, *(one for one in command[1:] if not one.startswith("-mavx512"))]
-        for command in compiling.commands(compiler, [name], flags, into)
-    ]
+def commands(called: str, sets: Sequence[str], flags: Sequence[str], into: Path) -> list[list[str]]:
+    """What compiles the library for instruction sets of `SETS` to objects in a folder, for a processor with AVX2."""
+    made = []
+    for command in compiling.commands(called, sets, flags, into):
+        plain = [one for one in command if not one.startswith(("-mavx512", "-mavxvnni"))]
+        name = next((one.removeprefix("-DSET=") for one in command if one.startswith("-DSET=")), None)
+        made.append([*plain, "-I", str(HEADERS), *([f"-DEMULATED_{name}"] if name else ())])
+    return made
+
+
+def compiler() -> str:
+    """The one of this machine whose code for these vectors is the fastest."""
+    return next(filter(shutil.which, ("clang", "gcc")))
 
 
 def library(name: str, made: Path) -> None:
     """Compile the library for an instruction set of `SETS` to the file ``made``."""
-    compiler = next(filter(shutil.which, ("clang", "gcc")))  # clang's code is faster here
-    with tempfile.TemporaryDirectory() as objects:
-        running = [subprocess.Popen(command) for command in commands(compiler, name, (), Path(objects))]
-        if any([one.wait() for one in running]):
-            sys.exit(f"{compiler} failed")
-        each = map(str, Path(objects).glob("*.o"))
-        subprocess.run([compiler, "-shared", "-pthread", "-o", str(made), *each, "-lm"], check=True)
+    with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
+        each = commands(compiler(), [name], (), Path(objects))
+        for done in pool.map(subprocess.run, each):
+            done.check_returncode()
+        given = map(str, Path(objects).glob("*.o"))
+        subprocess.run([compiler(), "-shared", "-pthread", "-o", str(made), *given, "-lm"], check=True)
 
 
 def main() -> None:

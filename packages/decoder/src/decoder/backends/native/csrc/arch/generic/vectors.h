@@ -1,6 +1,10 @@
-// Vectors of the compiler, for any processor: the reference for other sets of 8 lanes, whose bits are these.
+// Vectors of the compiler, for any processor: the reference for sets with as many lanes, whose bits are these.
 
-enum { LANES = 8, MOST_ROWS = 4, WIDE = 2 };
+#if !defined(REFERENCE_LANES)
+#define REFERENCE_LANES 8
+#endif
+
+enum { LANES = REFERENCE_LANES, MOST_ROWS = 4, WIDE = LANES / 4 };
 #define EACH_NUMBER_OF_ROWS(X, kind) X(kind, 1, 2) X(kind, 2, 1) X(kind, 3, 1) X(kind, 4, 1)
 
 #include "../types.h"

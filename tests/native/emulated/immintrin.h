@@ -1,21 +1,45 @@
-// The instructions of AVX-512 that the library uses, computed by those of AVX2, for processors that have no others.
+// The instructions of AVX-512 and AVX-VNNI that the library uses, computed by those of AVX2.
 //
 // Where the folder of this file comes before the compiler's own headers, and the compiler is told of AVX2, FMA, F16C and
-// BMI2 alone, the files of `arch/avx512` become code that any such processor runs. Each function does what Intel's manual
-// says of the instruction, for the numbers that the library gives it.
+// BMI2 alone, the files of `arch/avx512` and `arch/avxvnni` become code that any such processor runs. Each function does
+// what Intel's manual says of the instruction, for the numbers that the library gives it.
 
-#ifndef AVX512_BY_AVX2_H
-#define AVX512_BY_AVX2_H
+#ifndef EMULATED_INSTRUCTIONS_H
+#define EMULATED_INSTRUCTIONS_H
 
 #include_next <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
-// What compilers define when they are told of the instructions; GCC's own headers undo a definition of before.
-#if defined(EMULATED_BF16)
+// What compilers define when they are told of instructions; GCC's own headers undo a definition of before.
+#if defined(EMULATED_avx512bf16)
 #undef __AVX512BF16__
 #define __AVX512BF16__ 1
+#elif defined(EMULATED_avxvnni)
+#undef __AVXVNNI__
+#define __AVXVNNI__ 1
 #endif
+
+#define EMULATED static inline __attribute__((always_inline))
+
+// ---------------------------------------------------------------------------------- products of bytes and words (VNNI)
+
+// sum + the products of pairs of signed numbers of 16 bits.
+EMULATED __m256i emulated_half_dpwssd(__m256i sum, __m256i a, __m256i b) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+}
+#define _mm256_dpwssd_avx_epi32 emulated_half_dpwssd
+
+// sum + the products of four unsigned bytes with four signed ones: those at even places, and those at odd ones.
+EMULATED __m256i emulated_half_dpbusd(__m256i sum, __m256i a, __m256i b) {
+    const __m256i even =
+        _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(0xff)), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+    return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+}
+#define _mm256_dpbusd_avx_epi32 emulated_half_dpbusd
+
+// ------------------------------------------------------------------------------------------- a register of AVX-512
 
 typedef union {
     __m512 ps;
@@ -37,15 +61,13 @@ typedef uint32_t EmulatedWords __attribute__((vector_size(64)));
 typedef uint16_t EmulatedNarrow __attribute__((vector_size(32)));
 typedef uint8_t EmulatedBytes __attribute__((vector_size(16)));
 
-#define EMULATED static inline __attribute__((always_inline))
-
 // ---------------------------------------------------------------------------- what AVX2 has for halves of a register
 
 #define BY_HALVES(name, kind, type, half)                                                                              \
     EMULATED type emulated_##name(type a, type b) {                                                                    \
-        const EmulatedRegister x = {.kind = a}, y = {.kind = b};                                                               \
-        return (EmulatedRegister){.half_##kind = {half(x.half_##kind[0], y.half_##kind[0]),                                    \
-                              half(x.half_##kind[1], y.half_##kind[1])}}                                               \
+        const EmulatedRegister x = {.kind = a}, y = {.kind = b};                                                       \
+        return (EmulatedRegister){                                                                                     \
+            .half_##kind = {half(x.half_##kind[0], y.half_##kind[0]), half(x.half_##kind[1], y.half_##kind[1])}}       \
             .kind;                                                                                                     \
     }
 BY_HALVES(max_ps, ps, __m512, _mm256_max_ps)
@@ -72,7 +94,7 @@ BY_HALVES(shuffle_epi8, si, __m512i, _mm256_shuffle_epi8)
 EMULATED __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c) {
     const EmulatedRegister x = {.ps = a}, y = {.ps = b}, z = {.ps = c};
     return (EmulatedRegister){.half_ps = {_mm256_fmadd_ps(x.half_ps[0], y.half_ps[0], z.half_ps[0]),
-                          _mm256_fmadd_ps(x.half_ps[1], y.half_ps[1], z.half_ps[1])}}
+                                  _mm256_fmadd_ps(x.half_ps[1], y.half_ps[1], z.half_ps[1])}}
         .ps;
 }
 #define _mm512_fmadd_ps emulated_fmadd_ps
@@ -81,7 +103,9 @@ EMULATED __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c) {
 EMULATED __m512 emulated_round_ps(__m512 a) {
     enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
     const EmulatedRegister x = {.ps = a};
-    return (EmulatedRegister){.half_ps = {_mm256_round_ps(x.half_ps[0], NEAREST), _mm256_round_ps(x.half_ps[1], NEAREST)}}.ps;
+    return (EmulatedRegister){
+        .half_ps = {_mm256_round_ps(x.half_ps[0], NEAREST), _mm256_round_ps(x.half_ps[1], NEAREST)}}
+        .ps;
 }
 #undef _mm512_roundscale_ps
 #define _mm512_roundscale_ps(a, how)                                                                                   \
@@ -97,31 +121,22 @@ EMULATED __m512i emulated_cvtps_epi32(__m512 a) {
 #define _mm512_cvtps_epi32 emulated_cvtps_epi32
 
 EMULATED __m512 emulated_cvtph_ps(__m256i a) {
-    return (EmulatedRegister){.half_ps = {_mm256_cvtph_ps(_mm256_castsi256_si128(a)),
-                          _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))}}
+    return (EmulatedRegister){
+        .half_ps = {_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))}}
         .ps;
 }
 #define _mm512_cvtph_ps emulated_cvtph_ps
 
-// sum + the products of pairs of signed numbers of 16 bits.
 EMULATED __m512i emulated_dpwssd(__m512i sum, __m512i a, __m512i b) {
     EmulatedRegister to = {.si = sum}, x = {.si = a}, y = {.si = b};
-    for (int i = 0; i < 2; i++)
-        to.half_si[i] = _mm256_add_epi32(to.half_si[i], _mm256_madd_epi16(x.half_si[i], y.half_si[i]));
+    for (int i = 0; i < 2; i++) to.half_si[i] = emulated_half_dpwssd(to.half_si[i], x.half_si[i], y.half_si[i]);
     return to.si;
 }
 #define _mm512_dpwssd_epi32 emulated_dpwssd
 
-// sum + the products of four unsigned bytes with four signed ones: those at even places, and those at odd ones.
 EMULATED __m512i emulated_dpbusd(__m512i sum, __m512i a, __m512i b) {
     EmulatedRegister to = {.si = sum}, x = {.si = a}, y = {.si = b};
-    for (int i = 0; i < 2; i++) {
-        const __m256i codes = x.half_si[i], inputs = y.half_si[i];
-        const __m256i even = _mm256_madd_epi16(
-            _mm256_and_si256(codes, _mm256_set1_epi16(0xff)), _mm256_srai_epi16(_mm256_slli_epi16(inputs, 8), 8));
-        const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(inputs, 8));
-        to.half_si[i] = _mm256_add_epi32(to.half_si[i], _mm256_add_epi32(even, odd));
-    }
+    for (int i = 0; i < 2; i++) to.half_si[i] = emulated_half_dpbusd(to.half_si[i], x.half_si[i], y.half_si[i]);
     return to.si;
 }
 #define _mm512_dpbusd_epi32 emulated_dpbusd
@@ -132,7 +147,7 @@ EMULATED __m512i emulated_dpbusd(__m512i sum, __m512i a, __m512i b) {
 EMULATED __m512 emulated_quarters(__m512 a, __m512 b, int which) {
     const EmulatedRegister x = {.ps = a}, y = {.ps = b};
     return (EmulatedRegister){.quarter_ps = {x.quarter_ps[which & 3], x.quarter_ps[which >> 2 & 3],
-                          y.quarter_ps[which >> 4 & 3], y.quarter_ps[which >> 6 & 3]}}
+                                  y.quarter_ps[which >> 4 & 3], y.quarter_ps[which >> 6 & 3]}}
         .ps;
 }
 #undef _mm512_shuffle_f32x4
@@ -143,8 +158,8 @@ EMULATED __m512 emulated_quarters(__m512 a, __m512 b, int which) {
 #undef _mm512_permute_ps
 #define _mm512_permute_ps(a, which)                                                                                    \
     ({                                                                                                                 \
-        const EmulatedRegister of = {.ps = a};                                                                                 \
-        (EmulatedRegister){                                                                                                    \
+        const EmulatedRegister of = {.ps = a};                                                                         \
+        (EmulatedRegister){                                                                                            \
             .half_ps = {_mm256_permute_ps(of.half_ps[0], which), _mm256_permute_ps(of.half_ps[1], which)}}             \
             .ps;                                                                                                       \
     })
@@ -162,9 +177,15 @@ EMULATED __m512i emulated_permutex2var_epi16(__m512i a, __m512i places, __m512i 
 
 // ------------------------------------------------------------------------------------------------------------ widths
 
-EMULATED __m512i emulated_cvtepu16_epi32(__m256i a) { return (__m512i)__builtin_convertvector((EmulatedNarrow)a, EmulatedWords); }
-EMULATED __m512i emulated_cvtepu8_epi32(__m128i a) { return (__m512i)__builtin_convertvector((EmulatedBytes)a, EmulatedWords); }
-EMULATED __m256i emulated_cvtepi32_epi16(__m512i a) { return (__m256i)__builtin_convertvector((EmulatedWords)a, EmulatedNarrow); }
+EMULATED __m512i emulated_cvtepu16_epi32(__m256i a) {
+    return (__m512i) __builtin_convertvector((EmulatedNarrow)a, EmulatedWords);
+}
+EMULATED __m512i emulated_cvtepu8_epi32(__m128i a) {
+    return (__m512i) __builtin_convertvector((EmulatedBytes)a, EmulatedWords);
+}
+EMULATED __m256i emulated_cvtepi32_epi16(__m512i a) {
+    return (__m256i) __builtin_convertvector((EmulatedWords)a, EmulatedNarrow);
+}
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
@@ -239,10 +260,12 @@ EMULATED EmulatedFloats without_subnormal(EmulatedFloats x) {
 
 EMULATED __m512 emulated_dpbf16(__m512 sum, __m512bh a, __m512bh b) {
     const EmulatedWords x = (EmulatedWords)a, y = (EmulatedWords)b;
-    const EmulatedFloats upper = (EmulatedFloats)emulated_fmadd_ps((__m512)without_subnormal((EmulatedFloats)(x & 0xffff0000)),
+    const EmulatedFloats upper = (EmulatedFloats)emulated_fmadd_ps(
+        (__m512)without_subnormal((EmulatedFloats)(x & 0xffff0000)),
         (__m512)without_subnormal((EmulatedFloats)(y & 0xffff0000)), (__m512)without_subnormal((EmulatedFloats)sum));
-    return (__m512)without_subnormal((EmulatedFloats)emulated_fmadd_ps((__m512)without_subnormal((EmulatedFloats)(x << 16)),
-        (__m512)without_subnormal((EmulatedFloats)(y << 16)), (__m512)without_subnormal(upper)));
+    return (__m512)without_subnormal(
+        (EmulatedFloats)emulated_fmadd_ps((__m512)without_subnormal((EmulatedFloats)(x << 16)),
+            (__m512)without_subnormal((EmulatedFloats)(y << 16)), (__m512)without_subnormal(upper)));
 }
 #define _mm512_dpbf16_ps emulated_dpbf16
 
