@@ -254,8 +254,7 @@ def test_padding_of_another_size_is_no_other_vocabulary(model, prompt, rows, mon
     for sampling in SAMPLINGS.values():
         for tree in (None, (2, 2)):
             plain = dec.generate(prompt, 40, "ar", replace(sampling, seed=8))
-            # A small model with fewer rows cannot read all of the target's tokens, which are chosen at random here.
-            for method in ("draft-model", "triforce") if rows > VOCAB else ("draft-model",):
+            for method in ("draft-model", "triforce"):
                 out = dec.generate(prompt, 40, method, replace(sampling, seed=8), TokenSwiftOptions(tree=tree))
                 assert out.token_ids == plain.token_ids
 
@@ -312,7 +311,7 @@ def test_the_native_library_ranks_as_the_sampler_does(with_native, dtype):
             logits = (3 * torch.randn(1003, generator=generator)).to(dtype)
             for coupled in (True, False):
                 found, expected = (
-                    one.best_drafts(logits, coupled, context, 6, None)
+                    one.best_drafts(logits, coupled, context, 6)
                     for one, context in zip((sampler, plainly), contexts, strict=True)
                 )
                 # Below the best one equal or nearly equal candidates may change places.

@@ -168,14 +168,17 @@ def test_of_equal_tokens_those_are_left_whose_mass_is_top_p(top_p, kept):
         assert [token for token, _ in drawn.top_logprobs] == list(range(kept))
 
 
+@pytest.mark.parametrize("rows", [90, 40])
 @pytest.mark.parametrize("choice", [CHOICE, no_choice])
-def test_drafts_of_rows_with_padding_and_gradients(choice):
+def test_drafts_of_rows_with_padding_and_gradients(choice, rows):
     """Those of a draft model whose vocabulary is padded to another size, outside of any context of inference."""
     params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={3: 2.0}, suppress_tokens=(1,))
-    logits = torch.randn(90, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    logits = torch.randn(rows, generator=torch.Generator().manual_seed(1), requires_grad=True)
     sampler = Sampler(params, 50, CPU, [1, 2, 3], choice=choice)
     token = int(sampler.draft_choice(logits, True, sampler.draft_context([7])))
-    assert token == int(sampler.draft_scores(logits[None, :50], True, sampler.draft_context([7])).argmax())
+    known = torch.full((50,), -math.inf)
+    known[:rows] = logits[:50]
+    assert token == int(sampler.draft_scores(known[None], True, sampler.draft_context([7])).argmax())
 
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=range(len(SAMPLINGS)))
@@ -185,9 +188,7 @@ def test_drafts_of_the_model_itself_are_those_of_operators(params, coupled):
     mine, theirs = (Sampler(params, 4_099, CPU, [5, 7, 5], choice=choice) for choice in (CHOICE, no_choice))
     for _ in range(20):
         logits = torch.randn(4_099, generator=generator) * 3
-        ranked = [
-            sampler.best_drafts(logits, coupled, sampler.draft_context([9]), 6, None) for sampler in (mine, theirs)
-        ]
+        ranked = [sampler.best_drafts(logits, coupled, sampler.draft_context([9]), 6) for sampler in (mine, theirs)]
         for (token, score), (expected, same) in zip(*ranked, strict=True):
             assert score == same == -math.inf or (token == expected and score == pytest.approx(same, abs=1e-3))
 
@@ -218,7 +219,7 @@ def test_a_draw_by_the_library_shares_nothing_among_pytorchs_threads():
     with Wide() as wide:
         for _ in range(3):
             sampler.take(sampler.draw(logits))
-            sampler.best_drafts(logits, True, sampler.draft_context(), 4, None)
+            sampler.best_drafts(logits, True, sampler.draft_context(), 4)
     assert not wide.operators
 
 

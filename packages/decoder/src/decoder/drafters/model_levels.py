@@ -10,6 +10,7 @@ from decoder.cache.full import FullCache
 from decoder.drafters.base import DrafterContext
 from decoder.drafters.levels import Filling, Level, Levels
 from decoder.model.target import Target
+from decoder.model.vocabularies import known
 from decoder.sampling.draft_context import DraftContext
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
@@ -46,9 +47,7 @@ class DraftModelLevels(Levels):
     def __init__(self, context: DrafterContext, width: int):
         assert context.draft_model is not None
         self.target, self.small, self.coupled = context.target, context.draft_model, context.options.coupled
-        # Rows of either vocabulary beyond the other one are padding.
-        self._shared = min(self.target.vocab_size, self.small.vocab_size)
-        self.width = min(width, self._shared)
+        self.width = min(width, self.target.vocab_size, self.small.vocab_size)
         self.goes_on: GoesOn | None = None
         self.behind_seconds = 0.0
         self.positions: int = self.small.model.config.max_position_embeddings
@@ -59,9 +58,6 @@ class DraftModelLevels(Levels):
         self._prompt, self._running = context.prompt, context.running
         self._read = 0  # tokens of the sequence whose entries are in the cache
         self._drafted: list[int] = []  # those behind them
-        self._token_ids: torch.Tensor | None = None
-        if self._shared < self.target.vocab_size:
-            self._token_ids = torch.arange(self._shared, device=self.target.device)
 
     @property
     def reads_prompt(self) -> bool:
@@ -73,7 +69,7 @@ class DraftModelLevels(Levels):
         if not self._read and self._running() == 1:
             # As the engine does with the target where a sequence begins: the user may have changed the model.
             self.small.refresh_weights()
-        if tokens := self._known(self._prompt[self._read : end]):
+        if tokens := known(self._prompt[self._read : end], self.small.vocab_size):
             with self.small.patched():
                 self.small.prefill(tokens, self.cache)
             self._read = end
@@ -93,8 +89,7 @@ class DraftModelLevels(Levels):
         tokens += self._forced(sampler, context)
         for level in range(count):
             (logits,) = yield ModelPass((self.small, "levels"), self, tokens)
-            own = logits[0, : self._shared]
-            row = ranks.agree(sampler.best_drafts(own, self.coupled, context, self.width, self._token_ids))
+            row = ranks.agree(sampler.best_drafts(logits[0], self.coupled, context, self.width))
             numbers += [number for candidate in row for number in candidate]
             last = level + 1 == count or not self._room(sampler) > 0
             if last or (self.goes_on is not None and not ranks.agree(self.goes_on(level, row))):
@@ -113,7 +108,7 @@ class DraftModelLevels(Levels):
         self._drafted += forced
         for token in forced:
             context.push(token)
-        return self._known(forced)
+        return known(forced, self.small.vocab_size)
 
     def _room(self, sampler: Sampler) -> int:
         """How many more tokens it may draft and read: one position is for what it then predicts."""
@@ -123,10 +118,6 @@ class DraftModelLevels(Levels):
         row = list(zip(map(int, numbers[::2]), numbers[1::2], strict=True))
         return [Level([row[start : start + self.width]], [0]) for start in range(0, len(row), self.width)]
 
-    def _known(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens, with another one in place of each that is padding which the draft model has no row for."""
-        return [min(token, self.small.vocab_size - 1) for token in tokens]
-
     def _unread(self, sequence: Sequence[int]) -> list[int]:
         """Take back the drafts that the sequence did not go on with; its tokens that are not in the cache."""
         for token in self._drafted:
@@ -134,9 +125,9 @@ class DraftModelLevels(Levels):
             if self._read + 1 >= len(sequence) or sequence[self._read] != token:
                 break
             self._read += 1
-        tokens, self._drafted = self._known(sequence[self.cache.rewind(self._read) :]), []
+        unread, self._drafted = sequence[self.cache.rewind(self._read) :], []
         self._read = len(sequence)
-        return tokens
+        return known(unread, self.small.vocab_size)
 
 
 class ModelPass(NamedTuple):

@@ -13,6 +13,7 @@ from decoder.cache.full import FullCache
 from decoder.cache.partial import PartialCache
 from decoder.cache.streaming import RecentCache
 from decoder.drafters.base import Drafter, DrafterContext
+from decoder.model.vocabularies import known
 from decoder.sampling.sampler import Sampler
 from decoder.sampling.token_tree import TokenTree
 from decoder.stats import Statistics
@@ -112,14 +113,15 @@ class TriForce(Drafter):
         self.recent.hold(0)
         for start in range(0, len(tokens), _CHUNK):
             chunk = tokens[start : start + _CHUNK]
-            hidden = self.small.draft(chunk, self.recent.seen, self.recent)
+            hidden = self.small.draft(known(chunk, self.small.vocab_size), self.recent.seen, self.recent)
             self.recent.commit(len(chunk))
         return hidden
 
     def _read_ahead(self, tokens: list[int]) -> torch.Tensor:
         """Let the small model read drafted tokens behind those in ``self.read``; returns their hidden states."""
         self.recent.hold(len(self.read))
-        hidden = self.small.draft(tokens, self.recent.seen + len(self.read), self.recent)
+        tokens_known = known(tokens, self.small.vocab_size)
+        hidden = self.small.draft(tokens_known, self.recent.seen + len(self.read), self.recent)
         self.read += tokens
         return hidden
 

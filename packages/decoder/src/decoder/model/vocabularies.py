@@ -1,4 +1,6 @@
-"""Whether a draft model has the vocabulary of the model: the same tokens by the same ids, padding aside."""
+"""Draft models with the vocabulary of the model: the same tokens by the same ids, padding aside."""
+
+from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,3 +36,8 @@ def refuse_other_tokens(tokenizer: PreTrainedTokenizerBase, of_draft: PreTrained
                 f"the draft model has another vocabulary: token {place} is {other!r}, the model's {own!r}; give one "
                 "of the same tokens"
             )
+
+
+def known(tokens: Iterable[int], size: int) -> list[int]:
+    """The tokens, with another one in place of each that is padding which a model of ``size`` rows has no row for."""
+    return [min(token, size - 1) for token in tokens]

@@ -151,3 +151,9 @@ def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     # Indices differ from each other, so that their order is certain; that of equal scores then follows from it.
     first = torch.where(taken, ids, ids[-1]).topk(count, largest=False, sorted=True).values
     return first.gather(-1, scores.gather(-1, first).sort(dim=-1, descending=True, stable=True).indices)
+
+
+def of_size(logits: torch.Tensor, size: int) -> torch.Tensor:
+    """A draft model's logits [..., v] as those of ``size`` tokens: -inf where it has no row, its own padding left out."""
+    missing = size - logits.shape[-1]
+    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits

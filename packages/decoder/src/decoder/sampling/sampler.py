@@ -11,7 +11,7 @@ from decoder.constraints.base import ConstraintError, Vocabulary
 from decoder.sampling.conditions import Conditions, Restriction
 from decoder.sampling.constraint_path import ConstraintPath
 from decoder.sampling.draft_context import DraftContext
-from decoder.sampling.filters import first_argmax, highest, highest_of, process_logits
+from decoder.sampling.filters import first_argmax, highest, highest_of, of_size, process_logits
 from decoder.sampling.host_rows import without
 from decoder.sampling.native_choice import NativeChoice, no_choice
 from decoder.sampling.noise import NoiseRows
@@ -383,30 +383,30 @@ class Sampler:
 
     @stage("scoring")
     def best_drafts(
-        self, logits: torch.Tensor, coupled: bool, context: DraftContext, width: int, token_ids: torch.Tensor | None
+        self, logits: torch.Tensor, coupled: bool, context: DraftContext, width: int
     ) -> list[tuple[int, float]]:
         """The ``width`` best candidates by a draft's logits [v] behind ``context``, by `draft_scores`, with scores.
 
-        Where the native library ranks them, scores are rounded, and a tie in single precision can turn their order.
+        A draft model's vocabulary may be padded to another size. Where the native library ranks candidates, scores are
+        rounded, and a tie in single precision can turn their order.
         """
-        if self.native is not None and token_ids is None:
+        logits = of_size(logits, self._vocab_size)
+        if self.native is not None:
             do_sample = coupled and not self.params.greedy
             in_window, counts, allowed = context.conditions()
-            # A draft model may have more tokens, which are padding.
-            left = self._ruled_out(logits[: self._vocab_size], allowed)
+            left = self._ruled_out(logits, allowed)
             return self.native.best_drafts(left, context.position, in_window, counts, do_sample, width)
-        scores, indices = self.draft_scores(logits[None], coupled, context, token_ids)[0].topk(width)
-        tokens = indices if token_ids is None else token_ids[indices]
+        scores, tokens = self.draft_scores(logits[None], coupled, context)[0].topk(width)
         numbers = torch.cat((scores, tokens.double())).tolist()
         return list(zip(map(int, numbers[width:]), numbers[:width], strict=True))
 
     @stage("scoring")
     def draft_choice(self, logits: torch.Tensor, coupled: bool, context: DraftContext) -> torch.Tensor:
-        """The best candidate for the position behind ``context``, int64 [1], from a draft's logits [V] for it."""
+        """The best candidate for the position behind ``context``, int64 [1], from a draft's logits [v] for it."""
         if self.native is not None and on_host(logits):
-            [(token, _)] = self.best_drafts(logits, coupled, context, 1, None)
+            [(token, _)] = self.best_drafts(logits, coupled, context, 1)
             return upload([token], logits.device)
-        return first_argmax(self.draft_scores(logits[None, : self._vocab_size], coupled, context))
+        return first_argmax(self.draft_scores(of_size(logits, self._vocab_size)[None], coupled, context))
 
 
 def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> torch.Tensor | None:

@@ -151,7 +151,7 @@ def _own_levels(wanted: Sequence["LevelsWanted"]) -> list[list[float]]:
     best = []
     for row, one in zip(logits.split(1), wanted, strict=True):
         sampler, heads = one.sampler, _heads(one)
-        ranked = sampler.best_drafts(row[0], heads.coupled, sampler.draft_context(), heads.width, None)
+        ranked = sampler.best_drafts(row[0], heads.coupled, sampler.draft_context(), heads.width)
         best.append([*(score for _, score in ranked), *(float(token) for token, _ in ranked)])
     return best
 
