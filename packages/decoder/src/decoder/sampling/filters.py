@@ -154,6 +154,6 @@ def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def of_size(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """A draft model's logits [..., v] as those of ``size`` tokens: -inf where it has no row, its own padding left out."""
+    """A draft model's logits [..., v] as [..., size]: -inf for tokens without a row of its own, without its padding."""
     missing = size - logits.shape[-1]
     return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits

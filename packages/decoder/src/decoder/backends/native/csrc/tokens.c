@@ -6,8 +6,14 @@
 
 #include "native.h"
 
-typedef uint64_t words __attribute__((vector_size(8 * LANES)));
-typedef int64_t signed_words __attribute__((vector_size(8 * LANES)));
+typedef uint64_t words __attribute__((vector_size(4 * LANES)));
+typedef int64_t signed_words __attribute__((vector_size(4 * LANES)));
+typedef float narrow __attribute__((vector_size(2 * LANES)));
+
+// A word for each of LANES tokens, in vectors of the processor's size: of larger ones compilers make loops through memory.
+typedef struct {
+    words half[2];
+} Words;
 
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 
@@ -42,26 +48,46 @@ INLINE vec logarithm(vec x) {
     return r + fused(p, r * square, -fused(n, splat(2.12194440e-4f), square * 0.5f)) + n * 0.693359375f;
 }
 
-INLINE words mixed(words z) {
-    MIXED(z)
+INLINE Words mixed(Words z) {
+    MIXED(z.half[0])
+    MIXED(z.half[1])
     return z;
 }
 
-// The random words of the tokens `ids` at a position.
-INLINE words words_of(uint64_t key, signed_words ids) { return mixed((words)(ids + 1) * GOLDEN + key); }
+// What is mixed for the first LANES tokens.
+INLINE Words first_words(uint64_t key) {
+    Words first;
+    for (int lane = 0; lane < LANES; lane++)
+        first.half[lane / (LANES / 2)][lane % (LANES / 2)] = key + (uint64_t)(lane + 1) * GOLDEN;
+    return first;
+}
 
-// What is mixed for the first LANES tokens; for the next ones LANES times GOLDEN is added, which is a product less.
-INLINE words first_words(uint64_t key) {
-    words next;
-    for (int lane = 0; lane < LANES; lane++) next[lane] = key + (uint64_t)(lane + 1) * GOLDEN;
-    return next;
+// The random words of LANES tokens from `id` on.
+INLINE Words words_from(const Words *first, int64_t id) {
+    const uint64_t on = (uint64_t)id * GOLDEN;
+    return mixed((Words){{first->half[0] + on, first->half[1] + on}});
+}
+
+// The random words of the `count` tokens `ids`, and any behind them.
+INLINE Words words_of(uint64_t key, const int64_t *ids, int64_t count) {
+    Words z = {0};
+    memcpy(&z, ids, count < LANES ? (size_t)count * 8 : sizeof z);
+    for (int i = 0; i < 2; i++) z.half[i] = (z.half[i] + 1) * GOLDEN + key;
+    return mixed(z);
+}
+
+INLINE vec in_floats(signed_words a, signed_words b) {
+    const narrow both[2] = {__builtin_convertvector(a, narrow), __builtin_convertvector(b, narrow)};
+    vec x;
+    memcpy(&x, both, sizeof x);
+    return x;
 }
 
 // The Gumbel noise of such words, within some 1e-5.
-INLINE vec noise(words z) {
-    const signed_words odd = (signed_words)(z >> 11 | 1); // of the uniform u, in units of 2^-53
-    const vec u = __builtin_convertvector(odd, vec) * 0x1p-53f;
-    const vec v = __builtin_convertvector(((int64_t)1 << 53) - odd, vec) * 0x1p-53f;
+INLINE vec noise(Words z) {
+    const int64_t all = (int64_t)1 << 53; // what the uniform u is in units of
+    const signed_words a = (signed_words)(z.half[0] >> 11 | 1), b = (signed_words)(z.half[1] >> 11 | 1);
+    const vec u = in_floats(a, b) * 0x1p-53f, v = in_floats(all - a, all - b) * 0x1p-53f;
     // -log(1 - u); what 1 - u loses for small u is made up for.
     const vec lost = choose(v == 1, splat(1), 1 - v);
     return -logarithm(choose(v == 1, u, -logarithm(v) * u / lost));
@@ -70,6 +96,10 @@ INLINE vec noise(words z) {
 // Noise above FAR is rare: its words are below this one, e^-FAR of all.
 static const float FAR = 8;
 static const uint64_t RARE = 0x0016000000000000u;
+// All noise is between these: u is from 2^-53 to 1 - 2^-53.
+static const float LEAST_NOISE = -3.7f, MOST_NOISE = 36.8f;
+
+INLINE int none_rare(Words z) { return none((ivec)((z.half[0] < RARE) | (z.half[1] < RARE))); }
 
 // The score of a token: bias, penalties, and then the temperature.
 INLINE double processed(const Sampling *c, double x, int64_t id) {
@@ -90,12 +120,6 @@ INLINE int any(const uint8_t *special, int64_t count) {
     uint64_t two[2] = {0, 0};
     memcpy(two, special, count < LANES ? (size_t)count : LANES);
     return (two[0] | two[1]) != 0;
-}
-
-INLINE int no_word(signed_words where) {
-    ivec halves_of_it[2];
-    memcpy(halves_of_it, &where, sizeof where);
-    return none(halves_of_it[0] | halves_of_it[1]);
 }
 
 INLINE const uint8_t *special_from(const Sampling *c, int64_t id) { return c->special ? c->special + id : NULL; }
@@ -304,10 +328,11 @@ int64_t sample_candidates(const Sampling *c, int64_t position, const void *logit
     const float least = below(c, cut.floor);
     const uint64_t key = key_of(c->seed, position);
     const float margin = 1e-3f + 1e-6f * (float)(fabs(best) + 40), rate = (float)(1 / c->temperature);
-    float highest = -INFINITY, sums[room];
+    float highest = c->do_sample ? (float)best + LEAST_NOISE : (float)best; // at least
+    float sums[room];
     int64_t count = 0;
-    words next = first_words(key);
-    for (int64_t i = 0; i < vocab; i += LANES, next += LANES * GOLDEN) {
+    const Words first = first_words(key);
+    for (int64_t i = 0; i < vocab; i += LANES) {
         const int64_t left = vocab - i;
         const vec x = logits_from(logits, is_bf16, vocab, i);
         const int special = any(special_from(c, i), left);
@@ -318,8 +343,9 @@ int64_t sample_candidates(const Sampling *c, int64_t position, const void *logit
                 if (c->special[i + lane]) score[lane] = (float)processed(c, x[lane], i + lane);
         vec sum = score;
         if (c->do_sample) {
-            const words random = mixed(next);
-            if (none(score >= highest - margin - FAR) && no_word(random < RARE)) continue;
+            if (none(score >= highest - margin - MOST_NOISE)) continue;
+            const Words random = words_from(&first, i);
+            if (none(score >= highest - margin - FAR) && none_rare(random)) continue;
             sum += noise(random);
         }
         const ivec near = sum >= highest - margin;
@@ -415,18 +441,16 @@ void best_drafts(const Sampling *c, int64_t position, float *logits, const int64
     }
     const uint64_t key = key_of(c->seed, position);
     for (int64_t n = 0; n < width; n++) scores[n] = -INFINITY, tokens[n] = ids ? ids[0] : 0;
-    signed_words these;
-    for (int lane = 0; lane < LANES; lane++) these[lane] = lane;
-    for (int64_t i = 0; i < vocab; i += LANES, these += LANES) {
+    const Words first = first_words(key);
+    for (int64_t i = 0; i < vocab; i += LANES) {
         const int64_t left = vocab - i;
         vec score = (left >= LANES ? load(logits, i, 0, LANES) : load(logits, i, 0, left)) * rate;
         const ivec stays = score >= floor;
         if (none(stays)) continue;
         if (c->do_sample) {
-            signed_words own = these;
-            if (ids) memcpy(&own, ids + i, left < LANES ? (size_t)left * 8 : sizeof own);
-            const words random = words_of(key, own);
-            if (none(score >= scores[width - 1] - FAR) && no_word(random < RARE)) continue;
+            if (none(score >= scores[width - 1] - MOST_NOISE)) continue;
+            const Words random = ids ? words_of(key, ids + i, left) : words_from(&first, i);
+            if (none(score >= scores[width - 1] - FAR) && none_rare(random)) continue;
             score += noise(random);
         }
         score = choose(stays, score, splat(-INFINITY));
