@@ -171,19 +171,13 @@ INLINE reals exponential(reals x) {
     const reals shifted = x * 0x1.71547652b82fep+0 + 0x1.8p52; // whose last bits are the power of two
     const reals n = shifted - 0x1.8p52;
     const reals r = x - n * 0x1.62e42fefa0000p-1 - n * 0x1.cf79abc9e3b39p-40;
-    reals p = r * (1.0 / 6227020800) + 1.0 / 479001600;
-    p = p * r + 1.0 / 39916800;
-    p = p * r + 1.0 / 3628800;
-    p = p * r + 1.0 / 362880;
-    p = p * r + 1.0 / 40320;
-    p = p * r + 1.0 / 5040;
-    p = p * r + 1.0 / 720;
-    p = p * r + 1.0 / 120;
-    p = p * r + 1.0 / 24;
-    p = p * r + 1.0 / 6;
-    p = p * r + 0.5;
-    p = p * r + 1;
-    p = p * r + 1;
+    // The series of e^r by pairs of its terms, so that few of them wait for each other.
+    const reals r2 = r * r, r4 = r2 * r2;
+    const reals p0 = (1 + r) + (0.5 + r * (1.0 / 6)) * r2;
+    const reals p4 = (1.0 / 24 + r * (1.0 / 120)) + (1.0 / 720 + r * (1.0 / 5040)) * r2;
+    const reals p8 = (1.0 / 40320 + r * (1.0 / 362880)) + (1.0 / 3628800 + r * (1.0 / 39916800)) * r2;
+    const reals p12 = 1.0 / 479001600 + r * (1.0 / 6227020800);
+    const reals p = (p0 + p4 * r4) + (p8 + p12 * r4) * (r4 * r4);
     return (reals)(((real_words)p + ((real_words)shifted << 52)) & (real_words)(x > -700));
 }
 
@@ -230,7 +224,8 @@ INLINE float below(const Sampling *c, double floor) {
     return (float)(floor * c->temperature - 1e-5 * (1 + fabs(floor * c->temperature)));
 }
 
-enum { BINS = 512, BINS_OF_ONE = 16 }; // by how far a score is below the best
+// By how far a score is below the best. All tokens of the last bin, 20 and more below, have little of the probability.
+enum { BINS = 512, BINS_OF_ONE = 25 };
 
 INLINE reals bins_of(reals score, double best) {
     const reals bin = (best - score) * BINS_OF_ONE;
@@ -256,14 +251,24 @@ static int keep_first(const Sampling *c, const void *logits, int is_bf16, int64_
     double share, Cut *cut) {
     double sums[BINS] = {0}, all = 0;
     int64_t counts[BINS] = {0};
+    reals far = {0}; // of fours that belong to the last bin: most of them
+    real_bits far_count = {0};
     EACH_FOUR(c, logits, is_bf16, vocab, below(c, cut->floor), id, score) {
         const real_bits stays = inside(cut, score, id);
         if (no_real(stays)) continue;
         const reals bins = bins_of(score, best);
         const reals weights = most ? (reals){1, 1, 1, 1} : exponential(score - best);
+        if (no_real(bins < BINS - 1)) {
+            far += (reals)((real_bits)weights & stays);
+            far_count -= stays;
+            continue;
+        }
+        UNROLL(4)
         for (int64_t lane = 0; lane < 4; lane++)
             if (stays[lane]) sums[(int)bins[lane]] += weights[lane], counts[(int)bins[lane]]++;
     }
+    sums[BINS - 1] += sum_of_reals(far);
+    for (int64_t lane = 0; lane < 4; lane++) counts[BINS - 1] += far_count[lane];
     for (int bin = 0; bin < BINS; bin++) all += sums[bin];
     const double enough = most ? (double)most : share * all;
     double so_far = 0;
