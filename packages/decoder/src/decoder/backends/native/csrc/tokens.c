@@ -413,22 +413,53 @@ int64_t log_probabilities(const Sampling *c, const void *logits, int is_bf16, in
     return found;
 }
 
+// A draft's logit with bias and penalties, where the branch has its token `seen` times.
+INLINE float changed(const Sampling *c, float x, int64_t id, int64_t seen) {
+    if (c->bias) x += (float)c->bias[id];
+    if (c->penalised && (c->penalised[id] || seen)) {
+        const float penalty = (float)c->penalty, less = x / penalty, more = x * penalty;
+        x = penalty > 1 ? (less < more ? less : more) : (less > more ? less : more);
+    }
+    const int64_t times = c->counts ? c->counts[id] + seen : 0;
+    return times ? x - (float)times * (float)c->frequency - (float)c->presence : x;
+}
+
+// Whether none of the eight tokens from `id` on has a bias or was seen.
+INLINE int all_as_they_are(const Sampling *c, int64_t id) {
+    uint64_t words_of_it[4] = {0}, penalised = 0;
+    if (c->counts) memcpy(words_of_it, c->counts + id, sizeof words_of_it);
+    if (c->penalised) memcpy(&penalised, c->penalised + id, sizeof penalised);
+    return !c->bias && !(words_of_it[0] | words_of_it[1] | words_of_it[2] | words_of_it[3] | penalised);
+}
+
+// `changed` for all tokens of a row; those of the branch are few, and found first.
+static void change(
+    const Sampling *c, float *logits, const int64_t *ids, int64_t vocab, const int64_t *drafted, int64_t depth) {
+    int64_t at[depth + 1];
+    float before[depth + 1];
+    for (int64_t n = 0; n < depth; n++) {
+        at[n] = ids ? 0 : drafted[n];
+        while (ids && at[n] < vocab && ids[at[n]] != drafted[n]) at[n]++;
+        if (at[n] < vocab) before[n] = logits[at[n]];
+    }
+    for (int64_t i = 0; i < vocab; i++) {
+        if (!ids && i % 8 == 0) {
+            while (i + 8 <= vocab && all_as_they_are(c, i)) i += 8;
+            if (i == vocab) break;
+        }
+        logits[i] = changed(c, logits[i], ids ? ids[i] : i, 0);
+    }
+    for (int64_t n = 0; n < depth; n++) {
+        int64_t seen = 0;
+        for (int64_t m = 0; m < depth; m++) seen += drafted[m] == drafted[n];
+        if (at[n] < vocab) logits[at[n]] = changed(c, before[n], drafted[n], seen);
+    }
+}
+
 void best_drafts(const Sampling *c, int64_t position, float *logits, const int64_t *ids, int64_t vocab,
     const int64_t *drafted, int64_t depth, int64_t width, float *scores, int64_t *tokens) {
-    const float rate = (float)(1 / c->temperature), penalty = (float)c->penalty;
-    if (c->bias || c->penalised || c->counts)
-        for (int64_t i = 0; i < vocab; i++) {
-            const int64_t id = ids ? ids[i] : i;
-            int64_t seen = 0;
-            for (int64_t n = 0; n < depth; n++) seen += drafted[n] == id;
-            if (c->bias) logits[i] += (float)c->bias[id];
-            if (c->penalised && (c->penalised[id] || seen)) {
-                const float less = logits[i] / penalty, more = logits[i] * penalty;
-                logits[i] = penalty > 1 ? (less < more ? less : more) : (less > more ? less : more);
-            }
-            const int64_t times = c->counts ? c->counts[id] + seen : 0;
-            if (times) logits[i] = logits[i] - (float)times * (float)c->frequency - (float)c->presence;
-        }
+    const float rate = (float)(1 / c->temperature);
+    if (c->bias || c->penalised || c->counts) change(c, logits, ids, vocab, drafted, depth);
     float best = -INFINITY;
     vec most = splat(-INFINITY);
     const int64_t whole = vocab / LANES * LANES;
