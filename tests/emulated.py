@@ -5,7 +5,8 @@
 
 The library's files for such sets are compiled as they are, with `tests/native/emulated` in place of the compiler's
 header: tiles, orders of sums and roundings are those of such a processor, and only the compiler's own instructions are
-not. Programs take two to four times as long. It needs a compiler, and the top of the repository as the working folder.
+not. Programs take two to four times as long; processes that they start have no such library. It needs a compiler, and
+the top of the repository as the working folder.
 """
 
 import os
@@ -37,7 +38,8 @@ def commands(called: str, sets: Sequence[str], flags: Sequence[str], into: Path)
 
 def compiler() -> str:
     """The one of this machine whose code for these vectors is the fastest."""
-    return next(filter(shutil.which, ("clang", "gcc")))
+    found = next(filter(shutil.which, ("clang", "gcc")), None)
+    return found or sys.exit("no C compiler (clang or gcc) is installed")
 
 
 def library(name: str, made: Path) -> None:

@@ -29,7 +29,6 @@ SANITIZERS = {
 }
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 QUANTISED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "unpacked"}
-OF_BF16 = {"attention"}
 
 
 def built(folder, compiler, sets, flags=(), commands=compiling.commands):
@@ -55,29 +54,28 @@ def sets_here():
     return native._instruction_sets(None)
 
 
+REFERENCES = {"lanes8": (), "lanes16": ("-DREFERENCE_LANES=16",), "bf16": ("-DREFERENCE_LANES=16", "-DREFERENCE_BF16")}
+
+
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """What the generic set prints here, by the number of its lanes."""
-    folders = {lanes: tmp_path_factory.mktemp(f"lanes{lanes}") for lanes in (8, 16)}
+    """What the generic set prints here with 8 lanes, with 16, and with products of bfloat16 numbers."""
     programs = {
-        lanes: built(folder, "gcc", ["generic"], [f"-DREFERENCE_LANES={lanes}"]) for lanes, folder in folders.items()
+        name: built(tmp_path_factory.mktemp(name), "gcc", ["generic"], flags) for name, flags in REFERENCES.items()
     }
-    return {lanes: printed(program, "generic", 1) for lanes, program in programs.items()}
+    return {name: printed(program, "generic", 1) for name, program in programs.items()}
 
 
 @pytest.fixture(scope="module")
 def expected(references):
-    return references[8]
+    return references["lanes8"]
 
 
 def check_bits(name, lines, references):
-    """Those of the reference with as many lanes, but where products of bfloat16 numbers have an instruction."""
-    reference = references[16 if name.startswith("avx512") else 8]
-    assert len(lines) == len(reference) > 200
-    other = {one.split()[0] for one, line in zip(reference, lines, strict=True) if one != line}
-    assert other <= (OF_BF16 if name == "avx512bf16" else set())
+    """Those of the reference with as many lanes, and of all where products of whole numbers are exact."""
+    assert lines == references[{"avx512": "lanes16", "avx512bf16": "bf16"}.get(name, "lanes8")]
     same = {line for line in lines if line.split()[0] in QUANTISED}
-    assert len(same) >= 80 and same <= set(references[8])
+    assert len(same) >= 80 and same <= set(references["lanes8"])
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])

@@ -285,9 +285,10 @@ static void attention_of_bf16(int64_t length, int64_t new, int64_t dim, int code
 
 // ---------------------------------------------------------------------------------------------------------- tokens
 
-static void tokens(int64_t vocab) {
+static void tokens(int64_t vocab, float scale) {
     seed = (uint64_t)vocab;
     float *logits = floats(vocab);
+    for (int64_t i = 0; i < vocab; i++) logits[i] *= scale;
     uint8_t *penalised = memory(vocab);
     for (int64_t i = 0; i < vocab; i++) penalised[i] = random_bits() % 9 == 0;
     logits[vocab / 2] = -3000; // whose probability is none
@@ -299,8 +300,8 @@ static void tokens(int64_t vocab) {
         bias[i] = penalised[i] ? (double)(i % 7) - 3 : 0, counts[i] = penalised[i] ? (int32_t)(i % 3) : 0;
     for (int kind = 0; kind < 4; kind++) {
         const int do_sample = kind > 0;
-        const Sampling c = {penalised, penalised, kind == 3 ? bias : NULL, kind == 3 ? counts : NULL, 1.1, 0.3, 0.2,
-            0.8, kind == 2 ? 40 : 0, kind > 1 ? 0.9 : 1, log(0.01), kind == 3 ? 0.01 : 0, 7, do_sample};
+        const Sampling c = {penalised, penalised, kind == 3 ? bias : NULL, kind > 1 ? counts : NULL, 1.1, 0.3, 0.2, 0.8,
+            kind == 2 ? 40 : 0, kind > 1 ? 0.9 : 1, log(0.01), kind == 3 ? 0.01 : 0, 7, do_sample};
         const int64_t found = sample_candidates(&c, 11, logits, 0, vocab, ids, scores, 64);
         print("sample_candidates", found, ids, found > 0 ? found * 8 : 0);
         double logprob[9];
@@ -332,6 +333,6 @@ int main(int count, char **arguments) {
     experts(SOFTMAX, 1), experts(SIGMOID, 3);
     attention_of_bf16(300, 7, 24, 0), attention_of_bf16(5, 1, 64, 0), attention_of_bf16(70, 3, 9, 0);
     attention_of_bf16(300, 7, 24, 1), attention_of_bf16(5, 1, 64, 1), attention_of_bf16(600, 3, 36, 1);
-    tokens(5), tokens(1000);
+    tokens(5, 1), tokens(1000, 1), tokens(1003, 30);
     return 0;
 }

@@ -234,10 +234,10 @@ class Sampler:
         return self.drawn(*download(torch.cat([chosen, best, *self.collected(filtered[None], chosen)])))
 
     def _ruled_out(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-        """Logits [v] of the first tokens, on the host, with -inf for those that may not be chosen."""
+        """Logits [V], on the host, with -inf for tokens that may not be chosen."""
         if allowed is None and self._suppressed is None:
             return logits
-        return without(logits, None if allowed is None else allowed[: len(logits)], self._suppressed)
+        return without(logits, allowed, self._suppressed)
 
     def _described(self, logits: torch.Tensor, token: int, score: float) -> Drawn | None:
         """What the library has drawn from logits [V], with what is collected; None where it leaves that to others."""

@@ -74,6 +74,13 @@ EACH_FUNCTION(FUNCTION)
 
 // ---------------------------------------------------------------------------------------------------------- numbers
 
+INLINE float widened(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
 #include "vectors.h"
 
 // An instruction set's `vectors.h` defines LANES, WIDE (vectors of an attention's tile), MOST_ROWS (of a product's tile), how
@@ -101,13 +108,6 @@ EACH_FUNCTION(FUNCTION)
 // pairs_of       WIDE vectors of bfloat16 numbers, one of a beside one of b in each word; zeros behind those that there are.
 
 INLINE vec splat(float x) { return x - (vec){0}; }
-
-INLINE float widened(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
-}
 
 // Lanes in a fixed order.
 INLINE float sum(vec x) {

@@ -10,7 +10,8 @@ typedef uint64_t words __attribute__((vector_size(4 * LANES)));
 typedef int64_t signed_words __attribute__((vector_size(4 * LANES)));
 typedef float narrow __attribute__((vector_size(2 * LANES)));
 
-// A word for each of LANES tokens, in vectors of the processor's size: of larger ones compilers make loops through memory.
+// A word for each of LANES tokens, in two vectors: of larger ones than the processor's compilers make loops through
+// memory.
 typedef struct {
     words half[2];
 } Words;
@@ -224,8 +225,9 @@ INLINE float below(const Sampling *c, double floor) {
     return (float)(floor * c->temperature - 1e-5 * (1 + fabs(floor * c->temperature)));
 }
 
-// By how far a score is below the best. All tokens of the last bin, 20 and more below, have little of the probability.
-enum { BINS = 512, BINS_OF_ONE = 25 };
+// By how far a score is below the best. Tokens of the last bin, 24 and more below, have next to none of the probability.
+enum { BINS = 512, BINS_OF_ONE = 21 };
+enum { FEW_WANTED = 256 }; // tokens of a bin that are found while all are looked at
 
 INLINE reals bins_of(reals score, double best) {
     const reals bin = (best - score) * BINS_OF_ONE;
@@ -251,7 +253,7 @@ static int keep_first(const Sampling *c, const void *logits, int is_bf16, int64_
     double share, Cut *cut) {
     double sums[BINS] = {0}, all = 0;
     int64_t counts[BINS] = {0};
-    reals far = {0}; // of fours that belong to the last bin: most of them
+    reals far = {0}; // of fours that belong to the last bin as a whole
     real_bits far_count = {0};
     EACH_FOUR(c, logits, is_bf16, vocab, below(c, cut->floor), id, score) {
         const real_bits stays = inside(cut, score, id);
@@ -275,19 +277,28 @@ static int keep_first(const Sampling *c, const void *logits, int is_bf16, int64_
     int last = 0;
     for (; last < BINS && so_far + sums[last] < enough; last++) so_far += sums[last];
     if (last == BINS) return 0;
-    // Those of higher bins are kept, and some of this one.
+    // Those of higher bins are kept, and some of this one: of many, a few best are found without sorting all.
+    const int64_t wanted = most ? most - (int64_t)so_far : counts[last];
+    const int few = wanted < counts[last] && wanted <= FEW_WANTED;
     Ranked *list = malloc((size_t)(counts[last] + 1) * sizeof(Ranked));
     if (!list) return 1;
     int64_t count = 0;
     const double least = last == BINS - 1 ? -INFINITY : best - (last + 1.0) / BINS_OF_ONE;
     EACH_FOUR(c, logits, is_bf16, vocab, below(c, least > cut->floor ? least : cut->floor), id, score) {
         const real_bits stays = inside(cut, score, id);
-        if (no_real(stays)) continue;
+        if (no_real(stays) || (few && count == wanted && no_real(score > list[count - 1].score))) continue;
         const reals bins = bins_of(score, best);
-        for (int64_t lane = 0; lane < 4; lane++)
-            if (stays[lane] && (int)bins[lane] == last) list[count++] = (Ranked){score[lane], id + lane};
+        for (int64_t lane = 0; lane < 4; lane++) {
+            if (!stays[lane] || (int)bins[lane] != last) continue;
+            int64_t at = count;
+            while (few && at && score[lane] > list[at - 1].score) at--; // of equal ones the first stays in front
+            if (few && at == wanted) continue;
+            count += !few || count < wanted;
+            for (int64_t n = count - 1; n > at; n--) list[n] = list[n - 1];
+            list[at] = (Ranked){score[lane], id + lane};
+        }
     }
-    qsort(list, (size_t)count, sizeof(Ranked), higher);
+    if (!few) qsort(list, (size_t)count, sizeof(Ranked), higher);
     for (int64_t n = 0; n < count; n++) {
         *cut = (Cut){list[n].score, list[n].id};
         so_far += most ? 1 : exp(list[n].score - best);
@@ -424,7 +435,7 @@ INLINE float changed(const Sampling *c, float x, int64_t id, int64_t seen) {
     return times ? x - (float)times * (float)c->frequency - (float)c->presence : x;
 }
 
-// Whether none of the eight tokens from `id` on has a bias or was seen.
+// Whether nothing changes the eight tokens from `id` on; of biases it is not looked which tokens have one.
 INLINE int all_as_they_are(const Sampling *c, int64_t id) {
     uint64_t words_of_it[4] = {0}, penalised = 0;
     if (c->counts) memcpy(words_of_it, c->counts + id, sizeof words_of_it);

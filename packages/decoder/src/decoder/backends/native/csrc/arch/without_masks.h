@@ -35,6 +35,8 @@ INLINE vec times_power(vec x, vec n) {
     return choose(low, (vec){0}, x * (vec)((__builtin_convertvector(choose(low, (vec){0}, n), ivec) + 127) << 23));
 }
 
+#if !defined(BF16_PAIRS_ELSEWHERE)
 #include "without_bf16.h"
+#endif
 
 #endif
