@@ -1,12 +1,12 @@
 """Runs a program as if this processor had AVX-512 or AVX-VNNI: AVX2 computes their instructions.
 
     python -m tests.emulated avx512 packages/decoder/benchmarks/bitwise.py same --model data/reference-model
-    python -m tests.emulated avxvnni -m pytest -p no:xdist tests/decoder/test_native_layer.py
+    python -m tests.emulated avxvnni -m pytest -p no:xdist tests/decoder/test_native_tokens.py
 
 The library's files for such sets are compiled as they are, with `tests/native/emulated` in place of the compiler's
 header: tiles, orders of sums and roundings are those of such a processor, and only the compiler's own instructions are
-not. Programs take two to four times as long; processes that they start have no such library. It needs a compiler, and
-the top of the repository as the working folder.
+not. Programs take two to four times as long. What they start or compile themselves has no such library: tests of how
+it is made fail. It needs a compiler, and the top of the repository as the working folder.
 """
 
 import os

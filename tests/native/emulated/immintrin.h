@@ -51,7 +51,6 @@ typedef union {
     __m256i half_si[2];
     __m128 quarter_ps[4];
     __m128i quarter_si[4];
-    float lane[16];
     uint32_t word[16];
     uint16_t part[32];
 } EmulatedRegister;
